@@ -35,7 +35,7 @@ from bench.lib.sizes import parse_numel, two_or_more
 from gckernels.sync import Level, Place, Topology
 from gckernels.sync.communication.collectives import all_gather
 from gckernels.sync.communication.communicators import Communicators
-from gckernels.sync.communication.links import Link
+from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.lab import Network, checked_rate
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.exchanges import Exchange
@@ -77,7 +77,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 # -------------------------------------------------------------------- in each rank
 
 
-def gather_arms(link: Link, nbytes: int) -> dict[str, Exchange]:
+def gather_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
     """All-gathers of ``nbytes`` bytes of each rank, by arm."""
     row, received = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(link.ranks, nbytes, dtype=torch.uint8)
     rows = list(received)
@@ -89,7 +89,7 @@ def gather_arms(link: Link, nbytes: int) -> dict[str, Exchange]:
     }
 
 
-def all_to_all_arms(link: Link, nbytes: int) -> dict[str, Exchange]:
+def all_to_all_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
     """All-to-alls of ``nbytes`` bytes of each rank, by arm."""
     sent, received = torch.zeros(2, link.ranks, nbytes // link.ranks, dtype=torch.uint8)
 
@@ -100,7 +100,7 @@ def all_to_all_arms(link: Link, nbytes: int) -> dict[str, Exchange]:
     return {GLOO_IN_FLIGHT: gloo, CHOSEN: exchanges.bind_all_to_all(link, sent, received)}
 
 
-def hop_arms(link: Link, nbytes: int) -> dict[str, Exchange]:
+def hop_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
     """Hops around a ring with the ``nbytes`` bytes of each rank, by arm."""
     sent, received = torch.zeros(2, nbytes, dtype=torch.uint8)
 

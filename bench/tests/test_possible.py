@@ -12,7 +12,7 @@ from gckernels.sync import PROGRAMS, Place, Plan, Topology, UnitPlan, enumerate_
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import machine_names
 from gckernels.sync.planner.machines.machine import Overheads, Shared
-from gckernels.sync.planner.machines.parts import Copies, Gpu, Host, Link
+from gckernels.sync.planner.machines.parts import Copies, DescribedLink, Gpu, Host
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
@@ -34,8 +34,10 @@ def random_machine(draw: random.Random) -> Description:
         topology,
         Host(draw.choice((1, 3, 32)), 1e11, 10 ** draw.uniform(8.5, 10), 10 ** draw.uniform(8.5, 9.5), 1e-5),
         {
-            Shared.INTER: Link(10 ** draw.uniform(8, 10.5), 0.9, draw.choice((0.0, 1e-5)), shared_by),
-            Shared.INTRA: Link(10 ** draw.uniform(9, 12), 0.8, draw.choice((0.0, 1e-6)), draw.choice((1, shared_by))),
+            Shared.INTER: DescribedLink(10 ** draw.uniform(8, 10.5), 0.9, draw.choice((0.0, 1e-5)), shared_by),
+            Shared.INTRA: DescribedLink(
+                10 ** draw.uniform(9, 12), 0.8, draw.choice((0.0, 1e-6)), draw.choice((1, shared_by))
+            ),
         },
         Gpu(10 ** draw.uniform(10.5, 12.5), 0.9, 5e-6) if gpu else None,
         Copies(1e10, 1e-5, draw.choice((1, 2))) if gpu else None,

@@ -74,7 +74,7 @@ class Pipes:
     nbytes: float
     memory: float
     cycles: dict[str, float]
-    path: sass.Path
+    path: sass.WarpCourse
 
     @property
     def busiest(self) -> str:
@@ -124,7 +124,7 @@ def _name(launch: Launch) -> str:
 
 
 def estimate(
-    path: sass.Path,
+    path: sass.WarpCourse,
     compiled: Compiled,
     nbytes: float,
     programs: int,

@@ -125,7 +125,7 @@ def _successors(run: list[Instruction], index: int, count: int, labels: dict[str
 
 
 @dataclass(frozen=True)
-class Path:
+class WarpCourse:
     """The course of a warp through a kernel.
 
     Attributes:
@@ -143,7 +143,7 @@ class Path:
     merged: tuple[Instruction, ...] = ()
 
 
-def full_tile_path(sass: str, searches: int = 1, lists: int = 1, merges: bool = False) -> Path:
+def full_tile_path(sass: str, searches: int = 1, lists: int = 1, merges: bool = False) -> WarpCourse:
     """The path through a kernel with the most unconditional accesses of 16 bytes per thread.
 
     Only full tiles are accessed so; accesses under a condition count where nothing else differs. An access under the
@@ -193,7 +193,7 @@ def full_tile_path(sass: str, searches: int = 1, lists: int = 1, merges: bool = 
     def instructions_of(part: Iterable[int]) -> tuple[Instruction, ...]:
         return tuple(each for index in part for each in blocks[index].instructions)
 
-    return Path(
+    return WarpCourse(
         instructions_of(index for index in chosen if index not in inside | searched | listed | merged),
         instructions_of(index for index in chosen if index in inside),
         instructions_of(index for index in chosen if index in searched),

@@ -47,21 +47,21 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PayloadLayout:
     """The fields of one payload."""
 
     fields: tuple[Field, ...]
     nbytes: int
 
     @staticmethod
-    def of(*fields: tuple[str, torch.dtype, int]) -> Layout:
+    def of(*fields: tuple[str, torch.dtype, int]) -> PayloadLayout:
         """The layout with fields ``(name, dtype, count)`` one after the other, after the header."""
         placed = []
         offset = HEADER_NBYTES
         for name, dtype, count in fields:
             placed.append(Field(name, dtype, count, offset))
             offset += placed[-1].nbytes
-        return Layout(tuple(placed), offset)
+        return PayloadLayout(tuple(placed), offset)
 
     @staticmethod
     def nbytes_of(*fields: tuple[str, torch.dtype, int]) -> int:

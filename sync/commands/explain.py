@@ -26,7 +26,7 @@ from .common.inputs import (
 from .common.kinds import MAKE_MACHINE, MAKE_PLAN
 from .common.outcome import Exit, bad_data, wrong_use
 from .studies import explanation
-from .studies.memory import Memory
+from .studies.memory import PlanMemory
 from .texts import explanation_text
 from .texts.pictures import draw_timelines, png_of
 from .verbs import add_json_argument, add_output_argument
@@ -86,7 +86,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.against is not None:
         text += "\n\n" + explanation_text.comparison(timelines, plans, band)
         record["against"] = explanation_text.timeline_record(timelines[given.against])
-    memory = Memory.of(problem, plan)
+    memory = PlanMemory.of(problem, plan)
     record |= memory.record() | caveats.record()
     _write_files(given, timelines, record, band, console)
     too_large = [] if memory.fits else [f"{given.plan} does not fit. {memory.why_not}"]

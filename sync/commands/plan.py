@@ -28,7 +28,7 @@ from .common.inputs import (
 from .common.kinds import MAKE_MACHINE, MAKE_TRACE
 from .common.outcome import Exit, bad_data, wrong_use
 from .studies.advice import advise
-from .studies.memory import Memory
+from .studies.memory import PlanMemory
 from .texts.plan_text import compressors_lines, head, plan_line, policies_table, record
 from .verbs import add_json_argument, add_output_argument
 
@@ -73,7 +73,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     except MachineError as error:
         raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
     band, plan = Band.of(machine, trace), replace(choice.plan, start_step=start_step)
-    memory = Memory.of(problem, plan)
+    memory = PlanMemory.of(problem, plan)
     advice = advise(choice, band, memory)
     if given.output is not None:
         write(given.output, json.dumps(plan.to_json(), indent=1) + "\n")

@@ -18,7 +18,7 @@ from ..programs.steps import Level, Place
 from ..programs.topology import Topology
 from ..resources.memory_spaces import Places
 from .groups import Wanted, make_groups
-from .links import Link
+from .links import RankConnections
 
 _META_PLACES = Places(torch.device("meta"), torch.device("meta"), apart=False)
 
@@ -84,12 +84,14 @@ class Communicators:
                 needed += [wanted(mine, each, gloo) for each in names]
                 links[*key, channel] = list(mine), len(names)
         self.averaging, *made = make_groups(group, places.device, needed)
-        self._links: dict[tuple[int, Level, Place, int], Link] = {}
+        self._links: dict[tuple[int, Level, Place, int], RankConnections] = {}
         for key_and_channel, (members, count) in links.items():
             back = made.pop(1) if count > 1 else None
-            self._links[key_and_channel] = Link(len(members), members.index(self.rank), made.pop(0), back)
+            self._links[key_and_channel] = RankConnections(len(members), members.index(self.rank), made.pop(0), back)
 
-    def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
+    def link(
+        self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
+    ) -> RankConnections:
         """The link for a collective.
 
         Args:
@@ -146,6 +148,8 @@ class DryCommunicators:
         """No group."""
         return None
 
-    def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
+    def link(
+        self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
+    ) -> RankConnections:
         """A link without connections."""
-        return Link(self.topology.size(level), self.topology.index(level, self.rank))
+        return RankConnections(self.topology.size(level), self.topology.index(level, self.rank))

@@ -2,9 +2,10 @@
 
 Gloo's transport tells a sender over the connection of a pair of ranks that the receiver is ready, behind the data that
 the receiver itself has just sent to that rank. So when exchanges follow each other over one connection, the two
-directions take turns, and a train of exchanges takes up to twice the time that the link needs. A :class:`Link` has two
-Gloo groups, whatever the number of ranks: on one, the connection of each pair of ranks carries data only from the lower
-to the higher rank, on the other only back. Small tensors go over the first in both directions.
+directions take turns, and a train of exchanges takes up to twice the time that the link needs. A
+:class:`RankConnections` has two Gloo groups, whatever the number of ranks: on one, the connection of each pair of ranks
+carries data only from the lower to the higher rank, on the other only back. Small tensors go over the first in both
+directions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ and TCP is slower on connections that carry little data and that one way."""
 
 
 @dataclass(frozen=True)
-class Link:
+class RankConnections:
     """The connections of this rank to the other ranks of a level, for one phase, place and channel.
 
     Attributes:

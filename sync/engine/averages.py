@@ -10,7 +10,7 @@ from torch.futures import Future
 from ..messages.message import DenseMessage
 from ..resources.lanes import DeviceLanes
 from .ranges import observer
-from .tracing import Recorder
+from .tracing import TimelineRecorder
 
 R = TypeVar("R")
 
@@ -21,7 +21,7 @@ def start_average(
     step: int,
     phases: int,
     ended: Callable[[BaseException | None], R],
-    recorder: Recorder | None = None,
+    recorder: TimelineRecorder | None = None,
 ) -> Future[R] | None:
     """Start the only message of a bucket in the calling thread, and return a future of what ``ended`` returns. Return
     ``None``, without doing anything, if the message must be submitted to its lane.

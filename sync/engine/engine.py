@@ -11,7 +11,7 @@ from ..programs.lanes import Failed, Lanes, Route, Work, route_of, submit_stages
 from ..programs.stages import Resource
 from . import tracing
 from .ranges import SUBMIT, in_range, is_profiling, observer
-from .tracing import Recorder
+from .tracing import TimelineRecorder
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Engine(Generic[T]):
 
     def __init__(self, lanes: Lanes[Stage, T], phases: int) -> None:
         self.lanes, self._phases = lanes, phases
-        self.recorder: Recorder | None = None
+        self.recorder: TimelineRecorder | None = None
         self._finishing = lanes.lane(Resource.COMPUTE, phases)
 
     def prepare(self, message: Message) -> Route[Stage, T]:

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from ..messages.message import Issue, Message, Stage, Wait, Work
 from ..resources.lane_kinds import Lane
-from .tracing import Recorder
+from .tracing import TimelineRecorder
 
 R = TypeVar("R")
 SUBMIT = "gckernels::submit"
@@ -29,7 +29,7 @@ def is_profiling() -> bool:
 
 
 def observer(
-    recorder: Recorder | None, message: Message, step: int, phases: int
+    recorder: TimelineRecorder | None, message: Message, step: int, phases: int
 ) -> Callable[[Stage, Lane], Stage] | None:
     """A function that makes the stages of ``message`` record themselves, and show themselves to a profiler; ``None`` if
     nothing is recorded and no profiler runs.

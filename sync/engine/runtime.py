@@ -36,7 +36,7 @@ from .averages import start_average
 from .compilation import compile_host
 from .engine import Engine
 from .failures import FailedBucket, Outcome, failure
-from .state import Memory
+from .state import RuntimeState
 from .step_copies import StepCopies
 from .traced_step import StepTracer
 
@@ -44,7 +44,7 @@ _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
 _DRAINS = -1
 
 
-class Runtime(Memory):
+class Runtime(RuntimeState):
     """Executes the plan of one model on one rank. Construction is collective.
 
     Args:

@@ -24,7 +24,7 @@ from .step_copies import StepCopies
 _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
 
 
-class Memory:
+class RuntimeState:
     """The residuals, factors and steps of a :class:`~.runtime.Runtime`, which documents the attributes."""
 
     plan: Plan
@@ -132,7 +132,7 @@ class Memory:
         state = self.state_dict(self.device)["feedback"]
         return unsent_by_parameter(units, self.topology, self.rank, lambda kind, key: state[kind].get(key), sizes)
 
-    def follow(self, other: Memory) -> None:
+    def follow(self, other: RuntimeState) -> None:
         """Continue where the runtime of another plan, which has sent everything, ends."""
         self.step, self.first_is_dense = other.next_step, other.first_is_dense
         if self._engine is None or not other._begun:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..plans.plan import Plan
 from ..programs.stages import StageKind
-from .tracing import Recorder, recorder_of_trace
+from .tracing import TimelineRecorder, recorder_of_trace
 
 _NS = 1e-9
 
@@ -93,9 +93,9 @@ class StepTracer:
     """
 
     def __init__(self, rank: int) -> None:
-        self.recorder: Recorder | None = None
+        self.recorder: TimelineRecorder | None = None
         self._rank, self._is_asked = rank, False
-        self._finished: tuple[Recorder, int, Plan] | None = None
+        self._finished: tuple[TimelineRecorder, int, Plan] | None = None
         self._last: TracedStep | None = None
 
     def ask(self) -> None:
@@ -105,7 +105,7 @@ class StepTracer:
 
     def begin(self) -> None:
         """Note that the first message of a step will be submitted."""
-        self.recorder = Recorder(self._rank) if self._is_asked and recorder_of_trace() is None else None
+        self.recorder = TimelineRecorder(self._rank) if self._is_asked and recorder_of_trace() is None else None
 
     def end(self, step: int, plan: Plan) -> None:
         """Note that all messages of a step have been submitted.

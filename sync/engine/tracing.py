@@ -51,7 +51,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         raise RuntimeError("trace: this process is tracing already; traces cannot be nested")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     target = Path(path)
-    mine = recorder = Recorder(rank)
+    mine = recorder = TimelineRecorder(rank)
     try:
         try:
             yield
@@ -83,7 +83,7 @@ class _Span:
     end: Any
 
 
-class Recorder:
+class TimelineRecorder:
     """The stages that this process has run since a trace began.
 
     Args:
@@ -238,11 +238,11 @@ def _place(rows: list[int], span: _Span, start: int, end: int) -> int:
     return row
 
 
-recorder: Recorder | None = None
+recorder: TimelineRecorder | None = None
 """The recorder of the current trace; ``None`` if there is no trace."""
 
 
-def recorder_of_trace() -> Recorder | None:
+def recorder_of_trace() -> TimelineRecorder | None:
     """The recorder of the current trace; ``None`` if there is no trace."""
     return recorder
 

@@ -18,7 +18,7 @@ from ..communication.agreement import agreed
 from ..engine.runtime import Runtime
 from ..plans.names import summary_of
 from ..plans.plan import Attached
-from ..resources.error_probe import Watch
+from ..resources.error_probe import ProbeSchedule
 from ..states.dcp_guard import refuse_to_be_deeper
 from ..states.jobs import Job
 from ..stats.history import Journal
@@ -95,7 +95,7 @@ class Handle(Parking, Figures):
         return self._runtime.device
 
     @property
-    def residual_watch(self) -> Watch:
+    def residual_watch(self) -> ProbeSchedule:
         """Takes norms of gradients and residuals of this rank, in the steps for which it is asked."""
         return self._runtime.watch
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from . import delay_switch, processes
-from .link import Link
+from .link import LabLink
 from .namespaces import INTERFACE, LinksError, missing, own_prefix, remove, remove_leftovers, run_tool, terminable
 from .network import SUBNET, Network
 from .rates import checked_rate
@@ -42,10 +42,10 @@ class Links:
         self.namespaces = [f"{own}-rank{rank}" for rank in range(network.ranks)]
         self._outer = f"{own}-switch"
         self._inner = [] if alone else [f"{own}-machine{machine}" for machine in range(network.machines)]
-        self._links: dict[int | str, Link] = {}
+        self._links: dict[int | str, LabLink] = {}
         for machine in range(network.machines):
             node, interface = (self.namespaces[machine], INTERFACE) if alone else (self._inner[machine], "uplink")
-            link = Link(node, interface, self._outer, f"port{machine}", network.rate_of_machine(machine))
+            link = LabLink(node, interface, self._outer, f"port{machine}", network.rate_of_machine(machine))
             self._links[f"machine{machine}"] = link
         for rank, name in enumerate(self.namespaces):
             machine, local_rank = divmod(rank, network.ranks_per_machine)
@@ -53,7 +53,7 @@ class Links:
                 self._links[rank] = self._links[f"machine{machine}"]
             else:
                 switch, port = self._inner[machine], f"port{local_rank}"
-                self._links[rank] = Link(name, INTERFACE, switch, port, network.rate_of_rank(rank))
+                self._links[rank] = LabLink(name, INTERFACE, switch, port, network.rate_of_rank(rank))
         self._ports = itertools.count(FIRST_PORT)  # a port that has just been used may still be taken
         self._delaying: subprocess.Popen[str] | None = None
 
@@ -149,7 +149,7 @@ class Links:
                 assert event.rate is not None
                 self.throttle(event.place, event.rate)
 
-    def _link(self, place: int | str) -> Link:
+    def _link(self, place: int | str) -> LabLink:
         self.network.check_place(place)
         return self._links[place]
 

@@ -10,7 +10,7 @@ from .rates import UNTHROTTLED, token_bucket
 
 
 @dataclass(eq=False)
-class Link:
+class LabLink:
     """A link from a node, which is a rank or a machine, up to the port of a switch.
 
     Attributes:

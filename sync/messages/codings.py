@@ -13,7 +13,7 @@ from gckernels.compressor import Decoding, Encoding, Recoding
 from ..programs.residuals import encoder_of
 from ..programs.stages import StageSpec
 from ..programs.steps import AllReduce, Place
-from ..resources.error_probe import Decoded, Encoded, Piece, Watch
+from ..resources.error_probe import Decoded, Encoded, ProbedPiece, ProbeSchedule
 from ..resources.feedback import Feedback
 from .buffers import Buffers, Payloads, Raw
 from .message import Unit, Work, as_work, compressor_of
@@ -161,7 +161,7 @@ def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
     if not traits.averages:
         return None
     if residual is not None and traits.conserves and traits.states == 1:
-        return Piece(key, encoding.grad, residual)
+        return ProbedPiece(key, encoding.grad, residual)
 
     def decode(decoded: torch.Tensor) -> None:
         bind_decodes([Decoding(encoding.compressor, encoding.payload[None], decoded, encoding.size)], 1.0 / scale)()
@@ -169,7 +169,7 @@ def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
     return Decoded(key, encoding.grad, decode, residual, encoding.compressor.accumulate)
 
 
-def _watched(watch: Watch, pieces: Sequence[Encoded], encode: Work) -> Work:
+def _watched(watch: ProbeSchedule, pieces: Sequence[Encoded], encode: Work) -> Work:
     """``encode`` as work that takes norms of the pieces as well, in steps of which these are wanted."""
 
     def work(step: int) -> None:

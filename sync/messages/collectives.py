@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..communication.collectives import all_gather, reduce_scatter
-from ..communication.links import Link
+from ..communication.links import RankConnections
 from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Reduce, ReduceScatter
 from . import exchanges
 from .exchanges import Exchange
@@ -25,7 +25,7 @@ from .message import Wait
 
 
 def bind_payload_collective(
-    step: Collective, buffer: torch.Tensor, link: Link, root: int, closes: bool, dtype: torch.dtype
+    step: Collective, buffer: torch.Tensor, link: RankConnections, root: int, closes: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, Exchange]:
     """A collective of payloads.
 
@@ -94,7 +94,7 @@ def bind_payload_collective(
             assert_never(step)
 
 
-def _bind_all_gather(link: Link, row: torch.Tensor, received: torch.Tensor) -> Exchange:
+def _bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Exchange:
     """The call that gathers the rows of all ranks, one after the other, in ``received``."""
     row, received = row.view(-1), received.view(-1)
     if link.has_both_directions:
@@ -102,7 +102,7 @@ def _bind_all_gather(link: Link, row: torch.Tensor, received: torch.Tensor) -> E
     return _issuing(lambda: all_gather(received, row, group=link.group, async_op=True))
 
 
-def _bind_all_to_all(link: Link, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+def _bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
     """The call that sends each rank its row of ``sent``, ``ranks`` rows one after the other."""
     if link.has_both_directions:
         shape = link.ranks, sent.numel() // link.ranks
@@ -134,7 +134,7 @@ def _zeros_like(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
     return buffer.new_zeros(shape, pin_memory=buffer.is_pinned())
 
 
-def bind_hop(buffer: torch.Tensor, link: Link) -> tuple[torch.Tensor, Exchange]:
+def bind_hop(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor, Exchange]:
     """One hop around a ring: every rank sends ``buffer`` to the next rank.
 
     Returns:
@@ -154,7 +154,9 @@ def bind_hop(buffer: torch.Tensor, link: Link) -> tuple[torch.Tensor, Exchange]:
     return received, pass_on
 
 
-def bind_raw_collective(step: Collective, vector: torch.Tensor, link: Link, root: int) -> tuple[torch.Tensor, Exchange]:
+def bind_raw_collective(
+    step: Collective, vector: torch.Tensor, link: RankConnections, root: int
+) -> tuple[torch.Tensor, Exchange]:
     """A collective of raw data. It adds; for a mean, every rank must have divided its data by the number of ranks.
 
     Args:

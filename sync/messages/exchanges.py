@@ -1,7 +1,7 @@
 """Exchanges on Gloo that use both directions of a link at the same time, in trains as well as alone.
 
 Every rank sends rows to the others and receives rows from them over a
-:class:`~gckernels.sync.communication.links.Link`.
+:class:`~gckernels.sync.communication.links.RankConnections`.
 An exchange posts all receives before it sends anything, so that no sender waits for a receiver. There are two ways:
 
 - *at once*: every rank sends to all others at the same time. Rows take one hop, but ``ranks - 1`` senders meet at every
@@ -24,7 +24,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..communication.links import Link
+from ..communication.links import RankConnections
 from .message import Wait
 
 AROUND_NBYTES = 1 << 15
@@ -34,7 +34,7 @@ Exchange = Callable[[], Wait]
 """Issues an exchange, and returns a function that waits for its end."""
 
 
-def bind_all_gather(link: Link, row: torch.Tensor, received: torch.Tensor) -> Exchange:
+def bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Exchange:
     """The exchange that sends ``row`` to all ranks.
 
     Args:
@@ -50,7 +50,7 @@ def bind_all_gather(link: Link, row: torch.Tensor, received: torch.Tensor) -> Ex
     return partial(_issue, exchange, row, rows[link.index])
 
 
-def bind_all_to_all(link: Link, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+def bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
     """The exchange that sends row ``r`` of ``sent`` to rank ``r``.
 
     Args:
@@ -62,7 +62,7 @@ def bind_all_to_all(link: Link, sent: torch.Tensor, received: torch.Tensor) -> E
     return partial(_issue, exchange, sent[link.index], received[link.index])
 
 
-def bind_hop(link: Link, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+def bind_hop(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
     """The exchange that sends a tensor to the next rank and receives one from the previous rank."""
     following, previous = (link.index + 1) % link.ranks, (link.index - 1) % link.ranks
 
@@ -89,7 +89,7 @@ def _issue(exchange: Exchange, own: torch.Tensor, room: torch.Tensor) -> Wait:
 # -------------------------------------------------------------------- ways
 
 
-def send_at_once(link: Link, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Wait:
+def send_at_once(link: RankConnections, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> Wait:
     """Send to all ranks at the same time.
 
     Args:
@@ -103,7 +103,7 @@ def send_at_once(link: Link, outgoing: Sequence[torch.Tensor], incoming: Sequenc
     return partial(wait_for, works)
 
 
-def send_around(link: Link, rows: Sequence[torch.Tensor]) -> Wait:
+def send_around(link: RankConnections, rows: Sequence[torch.Tensor]) -> Wait:
     """Gather all rows around a ring.
 
     Args:

@@ -22,7 +22,7 @@ from ..planner.machines.scaling import scaled
 from ..profiling.measurements.codecs import timed
 from ..profiling.measurements.launches import Case, Work, bound
 from ..profiling.measurements.memory import Arena
-from ..profiling.measurements.session import Extent, Session
+from ..profiling.measurements.session import MeasurementExtent, Session
 from ..programs.stages import StageKind
 from ..programs.steps import Place
 from ..resources.memory_spaces import Places
@@ -52,7 +52,7 @@ def measured_codec_speed(ranks: Ranks, machine: Machine, clock: Callable[[], flo
         return None
     method, case, slowdown = model.compressor, Case(1, ELEMENTS), Cores.of(ranks.group, ranks.device).slowdown
 
-    extent = Extent()
+    extent = MeasurementExtent()
 
     def ready() -> tuple[Arena, list[Work]]:
         method.compile_host(recodes=True)

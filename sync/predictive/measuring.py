@@ -18,7 +18,7 @@ from gckernels.method import Method
 from ..communication.agreement import Failure, together
 from ..communication.groups import NotConnected, Wanted, make_groups
 from ..planner.machines.profile import Profile
-from ..profiling.measurements.session import KI, MI, Extent
+from ..profiling.measurements.session import KI, MI, MeasurementExtent
 from ..profiling.request import measured_or_kept
 from ..stats.decisions import LOGGER
 from ..tuning.decisions.sentences import profiled, profiles
@@ -37,7 +37,7 @@ _OF_GROUPS = weakref.WeakKeyDictionary()
 be kept in the cache, and further models of the process need not measure again."""
 
 
-class Progress:
+class ProgressLine:
     """The words of rank 0 while something is measured: a line of the log before and after, and one on its terminal that
     changes. Nothing is said if nothing is measured.
 
@@ -76,9 +76,9 @@ class Progress:
             LOGGER.info("gckernels: %s", text)
 
 
-def extent() -> Extent:
+def extent() -> MeasurementExtent:
     """The extent of so short a measurement: enough for predictions that trials then correct."""
-    return Extent(
+    return MeasurementExtent(
         largest_nbytes=4 * MI,
         longest_s=0.05,
         curve_s=0.5,
@@ -119,7 +119,7 @@ def measured_profile(
     known = _OF_GROUPS.get(group)
     if cache and known is not None and known[0].issuperset(methods):
         return Measured(known[1], is_new=False)
-    progress = Progress(group)
+    progress = ProgressLine(group)
 
     def measure(own: dist.ProcessGroup) -> Measured:
         try:

@@ -38,7 +38,7 @@ from ..programs.steps import Place
 from ..stats.decisions import LOGGER
 from ..traces.model_trace import Trace
 from ..tuning.decisions.sentences import tries, uncertain
-from ..tuning.trials.rules import Stage
+from ..tuning.trials.rules import Phase
 from .machine_cache import Since
 
 FINALISTS = 3
@@ -97,7 +97,7 @@ def proposal(
     trace: Trace,
     machine: Machine,
     attached: Attached,
-    stage: Stage,
+    stage: Phase,
     since: Since = _NOTHING,
     rest: Callable[[], None] = lambda: None,
 ) -> Proposal:

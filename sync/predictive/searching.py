@@ -17,8 +17,8 @@ from ..frontends.handle import Handle
 from ..frontends.module.synchronizer import PlanSynchronizer
 from ..planner.machines.machine import Machine
 from ..traces.model_trace import Trace
-from ..tracing.recorder import Recorder
-from ..tuning.trials.rules import RECORDED, WARMUP, Stage
+from ..tracing.recorder import ModelTracer
+from ..tuning.trials.rules import RECORDED, WARMUP, Phase
 from ..tuning.trials.trial_runner import Steps
 from .background_search import Slices
 from .machine_cache import KnownMachine
@@ -30,7 +30,7 @@ LONGEST_RECORDING = 30
 """Steps after which a recording is given up, such as that of a model whose hooks a compiler has left out."""
 
 
-class Search:
+class PlanSearch:
     """Searches for plans while a model is trained with plain steps. Every rank makes one.
 
     Args:
@@ -42,7 +42,7 @@ class Search:
     def __init__(self, handle: Handle, model: torch.nn.Module, known: KnownMachine) -> None:
         self._handle, self._model, self._known = handle, weakref.ref(model), known
         self._ranks = Ranks(handle.group, handle.device)
-        self._recorder: Recorder | None = None
+        self._recorder: ModelTracer | None = None
         self._planning: Slices[Proposal] | None = None
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Search:
         self._end_planning()
 
     def found(
-        self, stage: Stage, remembering: Callable[[Trace], Trace], again: bool
+        self, stage: Phase, remembering: Callable[[Trace], Trace], again: bool
     ) -> Steps[tuple[Trace, Proposal] | Failure]:
         """A trace of the next steps, and the plans that are worth a trial.
 
@@ -77,7 +77,7 @@ class Search:
 
     # ---------------------------------------------------------------- its parts
 
-    def _record(self, stage: Stage) -> Steps[Trace | Failure]:
+    def _record(self, stage: Phase) -> Steps[Trace | Failure]:
         """Record steps, and make a trace with the errors of the stage's compressors."""
         handle = self._handle
         recorder = together(handle.group, handle.device, self._new_recorder)
@@ -99,14 +99,14 @@ class Search:
         trace = recorder.trace(errors, stage.methods)
         return Failure("the model is gone") if trace is None else trace
 
-    def _new_recorder(self) -> Recorder:
+    def _new_recorder(self) -> ModelTracer:
         model, handle = self._model(), self._handle
         if model is None:
             raise RuntimeError("the model is gone")
         parameters = handle.parameters()
         if isinstance(handle, PlanSynchronizer):  # it sends nothing of those that are frozen
             parameters = {name: each for name, each in parameters.items() if each.requires_grad}
-        self._recorder = Recorder(model, parameters, handle.group, handle.device, RECORDED, WARMUP)
+        self._recorder = ModelTracer(model, parameters, handle.group, handle.device, RECORDED, WARMUP)
         return self._recorder
 
     def _end_recording(self) -> None:
@@ -115,7 +115,7 @@ class Search:
             self._recorder = None
             self._handle.launch_late(None)
 
-    def _propose(self, trace: Trace, machine: Machine, stage: Stage) -> Steps[Proposal | Failure]:
+    def _propose(self, trace: Trace, machine: Machine, stage: Phase) -> Steps[Proposal | Failure]:
         """The proposal of rank 0, which searches between some steps, so that no step waits for long."""
         handle, since = self._handle, self._known.since
         work = Slices(lambda rest: proposal(trace, machine, handle.attached, stage, since, rest))

@@ -26,7 +26,7 @@ from ..resources.memory_spaces import Places
 from .measurements.collective_trains import doubt_slow
 from .measurements.collectives import BY_USE, connect, levels_of
 from .measurements.memory import Arena, far_nbytes, rank_nbytes
-from .measurements.session import Extent, Session
+from .measurements.session import MeasurementExtent, Session
 from .parts import BETWEEN, BOTH_ENDS, Parts
 
 _FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
@@ -40,7 +40,7 @@ def measure_profile(
     topology: Topology,
     compressors: Sequence[Method],
     seconds: float,
-    extent: Extent | None = None,
+    extent: MeasurementExtent | None = None,
     progress: Callable[[float, str], object] = lambda share, name: None,
     clock: Clock = time.monotonic,
 ) -> Profile:
@@ -65,7 +65,7 @@ def measure_profile(
         budget,
         Places.of(device),
         topology,
-        extent or Extent.of(seconds),
+        extent or MeasurementExtent.of(seconds),
         progress,
         lambda: running_s() * cores.slowdown,
     )

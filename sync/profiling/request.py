@@ -28,7 +28,7 @@ from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
 from . import profile_cache
 from .measure import device_name, measure_profile
-from .measurements.session import Extent
+from .measurements.session import MeasurementExtent
 
 USUAL_COMPRESSORS = (
     "Identity",
@@ -90,7 +90,7 @@ def measured_or_kept(
     topology: Topology | tuple[int, int] | None = None,
     cache: bool = True,
     progress: Progress = lambda share, name: None,
-    extent: Extent | None = None,
+    extent: MeasurementExtent | None = None,
 ) -> Profile:
     """The profile that :func:`profile` returns.
 

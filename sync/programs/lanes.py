@@ -67,7 +67,7 @@ S = TypeVar("S", bound=BoundStage, contravariant=True)
 T = TypeVar("T")
 
 
-class Lane(Protocol[S, T]):
+class AnyLane(Protocol[S, T]):
     """A resource that does one thing at a time, in the order of submission. ``T`` is the type of its tokens."""
 
     def submit_stage(self, stage: S, step: int, after: Sequence[T]) -> T:
@@ -90,7 +90,7 @@ class Lanes(Protocol[S, T]):
     def error(self) -> BaseException | None:
         """The first error of any lane, after which nothing runs."""
 
-    def lane(self, resource: Resource, phase: int, channel: int = 0) -> Lane[S, T]:
+    def lane(self, resource: Resource, phase: int, channel: int = 0) -> AnyLane[S, T]:
         """The lane of :func:`lane_key`."""
 
     def here(self) -> T:
@@ -118,7 +118,7 @@ class Route(Generic[StageT, T]):
         last_phase: phase of the last stage.
     """
 
-    stops: tuple[tuple[StageT, Lane[StageT, T]], ...]
+    stops: tuple[tuple[StageT, AnyLane[StageT, T]], ...]
     last_phase: int
 
 

@@ -11,7 +11,7 @@ from .data import ReportData
 
 
 @dataclass(frozen=True)
-class Level:
+class HorizontalLine:
     """A horizontal line, which may change its height.
 
     Attributes:
@@ -45,7 +45,7 @@ class Series:
     scale: float
     height: int
     is_wide: bool
-    levels: tuple[Level, ...] = ()
+    levels: tuple[HorizontalLine, ...] = ()
 
     def points(self, samples: Sequence[Sample]) -> list[tuple[int, float]]:
         """The steps and values of the samples that have one."""
@@ -65,7 +65,7 @@ class Series:
 def all_series(data: ReportData) -> list[Series]:
     """The pictures of a run."""
     times = tuple(filter(None, (_plain(data), _predicted(data))))
-    sent = Level(f"without compression {volume(data.plain_nbytes)}", ((0, data.plain_nbytes),))
+    sent = HorizontalLine(f"without compression {volume(data.plain_nbytes)}", ((0, data.plain_nbytes),))
     return [
         Series("step_s", "Time of a step", duration, "ms", 1e3, 190, True, times),
         Series("sent_nbytes", "Sent in a step, by this rank", volume, "MB", 1e-6, 110, True, (sent,)),
@@ -74,24 +74,24 @@ def all_series(data: ReportData) -> list[Series]:
     ]
 
 
-def _plain(data: ReportData) -> Level | None:
+def _plain(data: ReportData) -> HorizontalLine | None:
     """The time of a step without compression: as measured, from decision to decision, or else as predicted."""
     known = [(row.step, row.none_s) for row in data.decisions if row.none_s is not None]
     if known:
         parts = ((0, known[0][1]), *known[1:])
-        return Level(f"without compression {duration(known[-1][1])}", parts)
+        return HorizontalLine(f"without compression {duration(known[-1][1])}", parts)
     if data.prediction is None:
         return None
     none_s = data.prediction.none_s
-    return Level(f"without compression {duration(none_s)}, predicted", ((0, none_s),))
+    return HorizontalLine(f"without compression {duration(none_s)}, predicted", ((0, none_s),))
 
 
-def _predicted(data: ReportData) -> Level | None:
+def _predicted(data: ReportData) -> HorizontalLine | None:
     """The predicted time of a step, from decision to decision."""
     known = [(row.step, row.predicted_s) for row in data.decisions if row.predicted_s is not None]
     if not known and data.prediction is not None and data.compresses:
         known = [(0, data.prediction.step_s)]
-    return Level(f"predicted {duration(known[-1][1])}", tuple(known)) if known else None
+    return HorizontalLine(f"predicted {duration(known[-1][1])}", tuple(known)) if known else None
 
 
 def extremes(points: Sequence[tuple[int, float]], count: int) -> list[tuple[int, float]]:

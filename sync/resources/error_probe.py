@@ -43,7 +43,7 @@ class Encoded(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class ProbedPiece:
     """A piece of gradient whose encoding keeps exactly what it leaves out as its residual.
 
     Attributes:
@@ -180,7 +180,7 @@ class Readings:
         return torch.stack([self._sketches.get(key, nothing).to(device) for key in keys])
 
 
-class Watch:
+class ProbeSchedule:
     """The choice of the steps of which readings are taken.
 
     Attributes:

@@ -16,7 +16,7 @@ import torch
 
 from ..programs.residuals import ENCODINGS
 from ..programs.steps import Place
-from .error_probe import Watch
+from .error_probe import ProbeSchedule
 from .memory_spaces import Places
 from .unused import Unused
 
@@ -38,7 +38,7 @@ class Feedback:
     """
 
     def __init__(self, places: Places) -> None:
-        self._places, self.watch, self.unused = places, Watch(), Unused()
+        self._places, self.watch, self.unused = places, ProbeSchedule(), Unused()
         self._residuals: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
 
     def residual(self, kind: str, key: str, numel: int, place: Place = Place.DEVICE) -> torch.Tensor:

@@ -23,12 +23,12 @@ from torch.futures import Future
 
 from ..programs.lanes import IN_FLIGHT, Failed, Work
 from ..programs.stages import StageSpec
-from .workers import Failure, Queue, Task, Token
+from .workers import LaneFailure, Queue, Task, Token
 
 T = TypeVar("T")
 
 
-class Stage(Protocol):
+class LaneStage(Protocol):
     """The part of a message's stage that lanes need.
 
     Attributes:
@@ -60,10 +60,10 @@ class Lane(ABC):
         stream: the stream on which work is enqueued; ``None`` if the host does the work.
     """
 
-    def __init__(self, name: str, failure: Failure, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, name: str, failure: LaneFailure, stream: torch.cuda.Stream | None = None) -> None:
         self.name, self.failure, self.stream = name, failure, stream
 
-    def submit_stage(self, stage: Stage, step: int, after: Sequence[Token]) -> Token:
+    def submit_stage(self, stage: LaneStage, step: int, after: Sequence[Token]) -> Token:
         """Queue a stage and return its token; never blocks.
 
         On the host, the calling thread starts a stage with ``begin`` itself if everything before it is done. The lane
@@ -151,7 +151,7 @@ class ThreadLane(Lane):
     def __init__(
         self,
         name: str,
-        failure: Failure,
+        failure: LaneFailure,
         queue: Queue,
         stream: torch.cuda.Stream | None = None,
         put: Callable[[Task], None] | None = None,
@@ -167,7 +167,7 @@ class ThreadLane(Lane):
         """The queue, and that of the tasks that issue collectives."""
         return self.queue, self._issuing
 
-    def submit_stage(self, stage: Stage, step: int, after: Sequence[Token]) -> Token:
+    def submit_stage(self, stage: LaneStage, step: int, after: Sequence[Token]) -> Token:
         if stage.issue is None or self.stream is not None:
             return super().submit_stage(stage, step, after)
         if len(self._in_flight) == IN_FLIGHT:

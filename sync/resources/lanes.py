@@ -17,7 +17,7 @@ from ..programs.lanes import MAX_PHASES, LaneKey, lane_key
 from ..programs.stages import Resource
 from .collective_order import Rounds
 from .lane_kinds import FedStreamLane, Lane, StreamLane, ThreadLane, event_behind
-from .workers import Failure, Pool, Queue, Token
+from .workers import LaneFailure, Pool, Queue, Token
 
 _PATIENCE_S = 1.0  # how long closing waits for a queue after a failure
 
@@ -39,7 +39,7 @@ class DeviceLanes:
 
     def __init__(self, device: torch.device, offloads: bool = False) -> None:
         self.device = device
-        self.failure = Failure()
+        self.failure = LaneFailure()
         self._lanes: dict[tuple[LaneKey, int], Lane] = {}
         self._streams: dict[LaneKey, torch.cuda.Stream] = {}
         self._pools = [Pool("lanes", self.failure)]

@@ -120,7 +120,7 @@ def _leave(task: Task) -> None:
     """Run nothing."""
 
 
-class Failure:
+class LaneFailure:
     """The first error of a set of lanes."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class Pool:
         failure: the failure of all lanes. After one, :meth:`close` does not wait for threads that run something.
     """
 
-    def __init__(self, name: str, failure: Failure) -> None:
+    def __init__(self, name: str, failure: LaneFailure) -> None:
         self._name, self._failure = name, failure
         self._workers: list[_Worker] = []
         self._idle: list[_Worker] = []

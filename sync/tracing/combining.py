@@ -25,7 +25,7 @@ _NOTABLE = 0.05  # a smaller part of a step is not worth a word
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RecordingRanks:
     """The ranks that record together.
 
     Attributes:
@@ -62,7 +62,7 @@ class Averaged:
     used: Sequence[bool]
 
 
-def refuse_different(names: Sequence[str], steps: Sequence[Averaged], ranks: Ranks) -> None:
+def refuse_different(names: Sequence[str], steps: Sequence[Averaged], ranks: RecordingRanks) -> None:
     """Check that gradients were the same on all ranks when they had been averaged. Collective.
 
     Args:
@@ -96,7 +96,7 @@ def combined(
     measured: Mapping[str, tuple[float, Mapping[str, float]]],
     specs: Sequence[str],
     buckets: tuple[tuple[str, ...], ...],
-    ranks: Ranks,
+    ranks: RecordingRanks,
 ) -> Trace:
     """The trace, the same on all ranks. Collective.
 
@@ -141,7 +141,7 @@ def _tensor(name: str, parameter: torch.nn.Parameter, ready_s: float, role: Role
 
 
 def _times(
-    names: Sequence[str], steps: Sequence[WatchedStep], ranks: Ranks, excludes: bool
+    names: Sequence[str], steps: Sequence[WatchedStep], ranks: RecordingRanks, excludes: bool
 ) -> tuple[float, float, dict[str, float], float]:
     """The seconds of forward, of the optimizer, and until each gradient is ready, as medians over the steps; and the
     part of a step that is excluded.
@@ -186,7 +186,7 @@ def _norms_and_errors(
     names: Sequence[str],
     measured: Mapping[str, tuple[float, Mapping[str, float]]],
     specs: Sequence[str],
-    ranks: Ranks,
+    ranks: RecordingRanks,
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """The norms and errors that all ranks together have measured, by tensor."""
     values = torch.full((len(names), 1 + len(specs)), NOT_READY, dtype=torch.float64, device="cpu")
@@ -203,7 +203,7 @@ def _norms_and_errors(
     return {name: row[0] for name, row in rows.items() if row[0] >= 0}, known
 
 
-def _source(steps: int, ranks: Ranks, excluded: float) -> str:
+def _source(steps: int, ranks: RecordingRanks, excluded: float) -> str:
     """The text on where the numbers come from.
 
     Args:

@@ -23,16 +23,16 @@ from ..communication.collectives import on_any_rank
 from ..frontends.ddp.reducer import will_rebuild_buckets
 from ..frontends.ddp.step_ends import in_join
 from ..traces.model_trace import Trace
-from .combining import Averaged, Ranks, combined, refuse_different
+from .combining import Averaged, RecordingRanks, combined, refuse_different
 from .gradients import KeptGradients, digests
-from .watch import StepMarks, Watch
+from .watch import ModelWatch, StepMarks
 
 MAX_NUMEL = 1 << 16
 """The elements of a tensor on which errors are measured at most, because the training waits for it. Compressors in
 blocks have the same error on more of them to about 2 %."""
 
 
-class Recorder:
+class ModelTracer:
     """Measures some of the next steps of a model. Constructed on every rank between the same two steps.
 
     The model keeps what measures, and a recorder does not keep the model.
@@ -68,13 +68,13 @@ class Recorder:
         self._steps, self._warmup, self._averages = steps, warmup, listener is None
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self._ranks = Ranks(group, ranks, device)
+        self._ranks = RecordingRanks(group, ranks, device)
         self._kept = KeptGradients(self._parameters, rank, ranks, max_numel)
         self._clock, self._number = clock_of(device), 0  # the number of the step since the beginning
         self._marks: list[StepMarks] = []
         self._averaged: list[Averaged] = []
         self._buckets: list[tuple[str, ...]] = []  # buckets of the step that is recorded, or else the last one
-        self._watch = weakref.ref(Watch(model, list(self._parameters.values()), self._clock, listener))
+        self._watch = weakref.ref(ModelWatch(model, list(self._parameters.values()), self._clock, listener))
         self._is_recorded = self._is_next_recorded()
 
     @property

@@ -26,7 +26,7 @@ from ..frontends.ownership import attached, end_spent, recorded, refuse_claimed
 from ..plans.arguments import as_method, as_named_parameters
 from ..traces.model_trace import Trace
 from .gradients import MAX_NUMEL
-from .recorder import Recorder, refuse_unrecordable
+from .recorder import ModelTracer, refuse_unrecordable
 
 
 @outside_inference_mode
@@ -153,7 +153,7 @@ class Recording:
         self._model, parameters = weakref.ref(model), _parameters(model)
         is_ddp, self._is_open = isinstance(model, DistributedDataParallel), True
         settings = (model, parameters, group, device_of(model), steps, warmup, MAX_NUMEL)
-        self._recorder = Recorder(*settings, listener=None if is_ddp else self._end_backward)
+        self._recorder = ModelTracer(*settings, listener=None if is_ddp else self._end_backward)
         if isinstance(model, DistributedDataParallel):
             average_late(model, parameters.values(), self._recorder.before_averaging, self._end_step)
         recorded.add(model)

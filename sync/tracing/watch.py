@@ -79,7 +79,7 @@ class StepMarks:
         )
 
 
-class Watch:
+class ModelWatch:
     """The hooks on a model. They only look: the step goes on whatever they have seen.
 
     Args:
@@ -190,7 +190,7 @@ class Watch:
 # Neither hook keeps the watch, and so the model, alive. The hooks of the model do that.
 
 
-def _of_parameter(watch: Watch, index: int) -> Callable[[torch.Tensor], None]:
+def _of_parameter(watch: ModelWatch, index: int) -> Callable[[torch.Tensor], None]:
     """A hook of a parameter. The garbage collector does not look into these."""
     reference = weakref.ref(watch)
 
@@ -201,7 +201,7 @@ def _of_parameter(watch: Watch, index: int) -> Callable[[torch.Tensor], None]:
     return hook
 
 
-def _hook_on_optimizers(watch: Watch) -> RemovableHandle:
+def _hook_on_optimizers(watch: ModelWatch) -> RemovableHandle:
     """A hook on all optimizers of this process, until the watch is gone."""
     reference = weakref.ref(watch)
 

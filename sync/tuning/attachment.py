@@ -9,7 +9,7 @@ from .tunable import Tunable
 _UNEVEN = "in join() ranks may have different numbers of steps, and it needs all ranks in each"
 
 
-class Attachment(Tunable, ddp.Attachment, Reported):
+class Attachment(Tunable, ddp.DdpAttachment, Reported):
     """The hook that :func:`~gckernels.sync.attach` has registered, with its engine and residuals.
 
     Without a plan there is no hook at first, and the plan changes while the model is trained.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..traces.model_trace import Trace
 from ..traces.trace_files import trace_from_text, trace_to_text
-from .trials.rules import Stage
+from .trials.rules import Phase
 from .watching.drift import Allowance
 from .watching.fallback import remembering
 from .watching.watching import Tuned
@@ -49,7 +49,7 @@ class Progress:
         trace = self.trace if self.tuned is None else self.tuned.trace
         return remembering(trace or model, self.found)
 
-    def to_text(self, stages: Sequence[Stage], ranks: int) -> str:
+    def to_text(self, stages: Sequence[Phase], ranks: int) -> str:
         """The progress as JSON.
 
         Args:
@@ -67,7 +67,7 @@ class Progress:
         return json.dumps(record)
 
     @staticmethod
-    def from_text(text: str, stages: Sequence[Stage], ranks: int, step: int) -> Progress:
+    def from_text(text: str, stages: Sequence[Phase], ranks: int, step: int) -> Progress:
         """The progress that :meth:`to_text` has written, without the outcome of trials that no longer count.
 
         Args:

@@ -26,7 +26,7 @@ from ..stats.decisions import Decision
 from ..tracing.combining import unmeasured
 from .decisions import sentences, short_sentences
 from .progress import Progress
-from .trials.rules import Rules, Stage, stages_of
+from .trials.rules import Phase, Rules, stages_of
 from .tuner import Tuner
 
 GIVEN = "given"
@@ -41,7 +41,7 @@ class Tunable(Handle):
     _plain: Plan  # compresses nothing
     _is_given = False  # whether the training has changed the plan itself
 
-    def _tune(self, model: torch.nn.Module, stages: Sequence[Stage], replan: bool) -> None:
+    def _tune(self, model: torch.nn.Module, stages: Sequence[Phase], replan: bool) -> None:
         """Find plans while the model is trained. Collective, and may measure the machine. If a rank is gone, it closes
         the handle and raises.
 
@@ -156,7 +156,7 @@ def agreed_stages(
     replan: bool,
     start_step: int,
     bucket_cap_mb: float | None = None,
-) -> tuple[Stage, ...]:
+) -> tuple[Phase, ...]:
     """The stages of a tuned training, if the arguments are valid and the same on all ranks. Collective.
 
     Args:
@@ -171,7 +171,7 @@ def agreed_stages(
         RuntimeError: an argument is not valid on another rank, or not the same on all of them.
     """
 
-    def check() -> tuple[tuple[Stage, ...], list[str]]:
+    def check() -> tuple[tuple[Phase, ...], list[str]]:
         if type(replan) is not bool:
             raise TypeError(f"{caller}: replan must be True or False, got {replan!r}")
         if type(start_step) is not int or start_step < 0:

@@ -25,7 +25,7 @@ from ..frontends.handle import Handle
 from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
 from ..predictive.machine_cache import KnownMachine
-from ..predictive.searching import Search
+from ..predictive.searching import PlanSearch
 from ..stats.decisions import Decision
 from ..traces.model_trace import Trace, TraceError
 from .backoff import Retries
@@ -33,7 +33,7 @@ from .decisions import short_sentences
 from .decisions.sentences import PLAIN as PLAIN_GOES_ON
 from .decisions.sentences import failed, restarted, resumed
 from .progress import Progress
-from .trials.rules import STEPS, Stage, refusal
+from .trials.rules import STEPS, Phase, refusal
 from .trials.trial_report import outcome
 from .trials.trial_runner import Refused, Steps, changed, played
 from .trials.trials import PLAIN
@@ -56,7 +56,7 @@ class Tuner:
         self,
         handle: Handle,
         model: torch.nn.Module,
-        stages: Sequence[Stage],
+        stages: Sequence[Phase],
         known: KnownMachine,
         replan: bool,
     ) -> None:
@@ -65,7 +65,7 @@ class Tuner:
         self._progress = Progress()
         self._ranks = Ranks(handle.group, handle.device)
         self._plain = handle.plan
-        self._search = Search(handle, model, known)
+        self._search = PlanSearch(handle, model, known)
         self._running = self._new_running()
         self._sequence = self._tuned()
         handle.on_step_end(self._go_on)
@@ -173,7 +173,7 @@ class Tuner:
         is_due = due is not None and self._handle.steps >= due and due != until
         return Action.REPLAN if is_due else Action.STAY
 
-    def _tune(self, stage: Stage, later: Sequence[Stage], running: Running, tuned: Tuned | None) -> Steps[Tuned | None]:
+    def _tune(self, stage: Phase, later: Sequence[Phase], running: Running, tuned: Tuned | None) -> Steps[Tuned | None]:
         """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones, unless
         the rule does not allow it.
 
@@ -199,7 +199,7 @@ class Tuner:
             predicted_s = (*proposed.predicted_s, *(None for _ in again))
         return (yield from self._try((self._plain, *plans), last_step, trace, stage, later, before, predicted_s))
 
-    def _again(self, plan: Plan, trace: Trace, stage: Stage) -> list[Plan]:
+    def _again(self, plan: Plan, trace: Trace, stage: Phase) -> list[Plan]:
         """The plan that ran before, with its error in this trace, if it compresses and the rule allows it; otherwise
         nothing."""
         if not self._compresses(plan) or refusal(plan, trace, stage):
@@ -210,7 +210,7 @@ class Tuner:
         return [plan]
 
     def _act(
-        self, action: Action, tuned: Tuned | None, stage: Stage, later: Sequence[Stage], running: Running
+        self, action: Action, tuned: Tuned | None, stage: Phase, later: Sequence[Phase], running: Running
     ) -> Steps[Tuned | None]:
         """Do what the steps of a running plan ask for. If plain steps have become faster than it, a milder plan may
         still be faster than they are."""
@@ -239,8 +239,8 @@ class Tuner:
         arms: Sequence[Plan],
         last_step: int,
         trace: Trace,
-        stage: Stage,
-        later: Sequence[Stage],
+        stage: Phase,
+        later: Sequence[Phase],
         incumbent: Plan,
         predicted_s: Sequence[float | None] = (),
     ) -> Steps[Tuned]:

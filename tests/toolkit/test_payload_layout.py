@@ -7,18 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from gckernels.toolkit.payload import HEADER_NBYTES, STATUS_OK, Layout, round_up, status_ok, write_header
+from gckernels.toolkit.payload import HEADER_NBYTES, STATUS_OK, PayloadLayout, round_up, status_ok, write_header
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.int32, torch.float32]
 FIELDS = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 100)), max_size=5)
 
 
-def layout_of(fields) -> Layout:
-    return Layout.of(*((f"field{i}", dtype, count) for i, (dtype, count) in enumerate(fields)))
+def layout_of(fields) -> PayloadLayout:
+    return PayloadLayout.of(*((f"field{i}", dtype, count) for i, (dtype, count) in enumerate(fields)))
 
 
 def test_docstring_example():
-    layout = Layout.of(("scales", torch.float32, 3), ("codes", torch.uint8, 21))
+    layout = PayloadLayout.of(("scales", torch.float32, 3), ("codes", torch.uint8, 21))
     assert (layout["scales"].offset, layout["codes"].offset, layout.nbytes) == (16, 32, 64)
     assert layout.new()[:4].numpy().tobytes() == b"GKC1"
 
@@ -94,6 +94,6 @@ def test_headers_of_many(shape):
 
 @pytest.mark.parametrize("bit", range(32))
 def test_every_bit_of_the_status_word_counts(bit):
-    payload = Layout.of(("codes", torch.uint8, 5)).new()
+    payload = PayloadLayout.of(("codes", torch.uint8, 5)).new()
     payload[bit // 8] ^= 1 << bit % 8
     assert not status_ok(payload)

@@ -50,7 +50,7 @@ from ...toolkit.linear import (
     quantize_torch,
     zero_below_normal_torch,
 )
-from ...toolkit.payload import Layout, status_ok
+from ...toolkit.payload import PayloadLayout, status_ok
 from ...toolkit.sparsifier.keys import MAGNITUDE
 from .batch_kernels import ChunkTopKTriton
 from .host import ChunkTopKHost, build
@@ -85,15 +85,15 @@ class ChunkTopK(Compressor):
             raise ValueError(f"ChunkTopK: k must be a multiple of 8 from 8 to chunk ({self.chunk}), got {self.k!r}")
         require_in("ChunkTopK", "value_bits", self.value_bits, (16, 8, 4, 2))
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         """Fields of the payload of ``numel`` elements: ``scales`` (unless 16 bits), ``indices``, ``values``."""
         groups = -(-numel // self.chunk)
         entries = groups * self.k
         indices = ("indices", torch.uint8, packed12_nbytes(entries))
         if self.value_bits == 16:
-            return Layout.of(indices, ("values", torch.bfloat16, entries))
+            return PayloadLayout.of(indices, ("values", torch.bfloat16, entries))
         codes_nbytes = bitpack.packed_nbytes(entries, self.value_bits)
-        return Layout.of(("scales", torch.float32, groups), indices, ("values", torch.uint8, codes_nbytes))
+        return PayloadLayout.of(("scales", torch.float32, groups), indices, ("values", torch.uint8, codes_nbytes))
 
     def payload_nbytes(self, numel: int) -> int:
         return self.layout(numel).nbytes
@@ -135,7 +135,7 @@ class ChunkTopK(Compressor):
         groups[entries.isnan().any(1) | repeats | ~status_ok(payload)] = torch.nan
         return groups[:, : self.chunk].flatten()[:numel]  # no encoder writes an index beyond the group
 
-    def rows(self, payload: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    def rows(self, payload: torch.Tensor, layout: PayloadLayout) -> dict[str, torch.Tensor]:
         """The fields of payloads ``[..., nbytes]`` with a row per group, ``[..., groups, row]``."""
         widths = {"scales": 1, "indices": packed12_nbytes(self.k), "values": self.k * min(self.value_bits, 8) // 8}
         return {

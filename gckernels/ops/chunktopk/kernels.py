@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ...compressor import Decoding, Encoding
 from ...toolkit.kernels.launch import launch, temporary
-from ...toolkit.payload import STATUS_OK, Layout
+from ...toolkit.payload import STATUS_OK, PayloadLayout
 from ...toolkit.tiles import chunk_step
 from .groups import NUMEL_OF_PROGRAM, groups_per_program
 from .programs import decode_program, encode_program
@@ -208,7 +208,7 @@ def _encode_warps(group: int, parts: int) -> int:
     return 1 if group <= NUMEL_OF_PROGRAM.value else group // (2048 if parts else 512)
 
 
-def _scales_place(layout: Layout) -> tuple[int, int]:
+def _scales_place(layout: PayloadLayout) -> tuple[int, int]:
     """Offset and size in bytes of the scales, (0, 0) if there are none."""
     found = [(field.offset, field.nbytes) for field in layout.fields if field.name == "scales"]
     return found[0] if found else (0, 0)

@@ -84,7 +84,7 @@ class Launch:
         return self.kernel[self.grid](*self.args, **self.constexprs, **self.options)
 
 
-class Recording(list[Launch]):
+class LaunchRecording(list[Launch]):
     """Recorded launches, and the ``temporaries`` among their arguments (see :func:`temporary`)."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Recording(list[Launch]):
 
 
 class _OfThread(threading.local):
-    recording: Recording | None = None
+    recording: LaunchRecording | None = None
 
 
 _of_thread = _OfThread()
@@ -139,9 +139,9 @@ def temporary(*shape: int, dtype: torch.dtype, device: torch.device, zeroed: boo
 
 
 @contextmanager
-def record_launches() -> Iterator[Recording]:
+def record_launches() -> Iterator[LaunchRecording]:
     """Record the launches of this thread inside the ``with`` block, instead of running them."""
-    outer, recording = _of_thread.recording, Recording()
+    outer, recording = _of_thread.recording, LaunchRecording()
     _of_thread.recording = recording
     try:
         yield recording

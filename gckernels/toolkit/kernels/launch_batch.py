@@ -39,15 +39,15 @@ class LaunchBackend(Backend):
     def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         return Repeated([RepeatedUnit(self.record_recode(unit, scale), added) for unit in units])
 
-    def record_encode(self, unit: Encoding, scale: float) -> Recorded:
+    def record_encode(self, unit: Encoding, scale: float) -> RecordedLaunches:
         """The launches of ``encode``."""
         return _recorded(self.encode, _masked(unit), scale)
 
-    def record_decode(self, unit: Decoding, scale: float, accumulate: bool) -> Recorded:
+    def record_decode(self, unit: Decoding, scale: float, accumulate: bool) -> RecordedLaunches:
         """The launches of ``decode``."""
         return _recorded(self.decode, unit, scale, accumulate)
 
-    def record_recode(self, unit: Recoding, scale: float) -> Recorded:
+    def record_recode(self, unit: Recoding, scale: float) -> RecordedLaunches:
         """The launches of ``recode``."""
         return _recorded(self.recode, _masked(unit), scale)
 
@@ -58,7 +58,7 @@ def _masked(unit: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedLaunches:
     """The recorded launches of a launcher for a unit.
 
     Attributes:
@@ -138,7 +138,7 @@ class Temporaries:
 class RepeatedUnit:
     """The launches of one unit, with what is ``added`` to its seed."""
 
-    def __init__(self, recorded: Recorded, added: torch.Tensor | None = None) -> None:
+    def __init__(self, recorded: RecordedLaunches, added: torch.Tensor | None = None) -> None:
         self._temporaries = Temporaries(recorded.temporaries)
         self.nbytes, self.device = self._temporaries.nbytes, recorded.device
         launches = [launch.adding(added) for launch in recorded.launches]
@@ -165,10 +165,10 @@ def bind_launcher(launcher: Callable[[], None], device: torch.device) -> Work:
     """
     with record_launches() as recording:
         launcher()
-    return Repeated([RepeatedUnit(Recorded(recording, recording.temporaries, device))])
+    return Repeated([RepeatedUnit(RecordedLaunches(recording, recording.temporaries, device))])
 
 
-def _recorded(launcher: Callable[..., None], unit: Any, *arguments: Any) -> Recorded:
+def _recorded(launcher: Callable[..., None], unit: Any, *arguments: Any) -> RecordedLaunches:
     """The launches that ``launcher`` makes for ``unit``."""
     with record_launches() as recording:
         launcher(unit, *arguments)
@@ -177,7 +177,7 @@ def _recorded(launcher: Callable[..., None], unit: Any, *arguments: Any) -> Reco
     known = {_storage(tensor) for tensor in (*tensors, *(each for each, _ in recording.temporaries))}
     used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
     assert used <= known | {0}, f"{launcher} has allocated memory that is not a temporary"
-    return Recorded(recording, recording.temporaries, tensors[0].device)
+    return RecordedLaunches(recording, recording.temporaries, tensors[0].device)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -30,7 +30,7 @@ from ...compressor import Decoding, Encoding, Recoding, Work
 from ..constants import Constants
 from .batch import DTYPES, KernelBackend, Table, find_row
 from .launch import ADDED, BoundLaunch, Launch
-from .launch_batch import Recorded, Repeated, Temporaries
+from .launch_batch import RecordedLaunches, Repeated, Temporaries
 from .seeds import seed_of
 
 MAX_NBYTES = 2**24
@@ -61,7 +61,7 @@ class SharingBackend(KernelBackend):
     def recode_together(self, units: Sequence[Recoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         return [self._repeated([self.record_recode(unit, scale) for unit in units], added)]
 
-    def _repeated(self, units: Sequence[Recorded], added: torch.Tensor | None = None) -> Repeated:
+    def _repeated(self, units: Sequence[RecordedLaunches], added: torch.Tensor | None = None) -> Repeated:
         groups = grouped(units, lambda unit: tuple(_compiled(launch) for launch in unit.launches))
         parts = [part for group in groups for part in _parts(group)]
         return Repeated([_SharedLaunches(part, self.batch_kernels, added) for part in parts])
@@ -78,9 +78,9 @@ def _compiled(launch: Launch) -> tuple[Any, ...]:
     return launch.kernel, tuple(sorted(launch.constexprs.items())), launch.num_warps, launch.maxnreg, arguments
 
 
-def _parts(units: Sequence[Recorded]) -> Iterator[list[Recorded]]:
+def _parts(units: Sequence[RecordedLaunches]) -> Iterator[list[RecordedLaunches]]:
     """Units that may share launches, as many at a time as the limit of their temporaries allows."""
-    part: list[Recorded] = []
+    part: list[RecordedLaunches] = []
     nbytes = 0
     for unit in units:
         of_unit = Temporaries(unit.temporaries).nbytes
@@ -95,7 +95,9 @@ def _parts(units: Sequence[Recorded]) -> Iterator[list[Recorded]]:
 class _SharedLaunches:
     """The launches that units share, with what is ``added`` to all seeds."""
 
-    def __init__(self, units: Sequence[Recorded], batch_kernels: Mapping[Any, Any], added: torch.Tensor | None) -> None:
+    def __init__(
+        self, units: Sequence[RecordedLaunches], batch_kernels: Mapping[Any, Any], added: torch.Tensor | None
+    ) -> None:
         self._added = added
         self._temporaries = Temporaries(each for unit in units for each in unit.temporaries)
         self.nbytes, self.device = self._temporaries.nbytes, units[0].device

@@ -23,7 +23,7 @@ import torch
 from ...compressor import Compressor
 from .. import bitpack, random
 from ..constants import Constants
-from ..payload import Layout, status_ok, store_floats
+from ..payload import PayloadLayout, status_ok, store_floats
 from .batch_kernels import QuantizerTriton
 from .host import QuantizerHost, build
 from .maps import LARGEST, MAX, MIN, PADDING, SUM, Dual, Function, Maps, Shortcut, Statistic
@@ -65,13 +65,13 @@ class MapQuantizer(Compressor):
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return Constants(**fields | {"bits": self.bits, "block": self.block})
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         """The layout of the payload of ``numel`` elements: ``stats`` (unless there are none) and ``codes``."""
         return _layout(self.stats_dtype, self.num_stats, self.bits, self.block, numel)
 
     def payload_nbytes(self, numel: int) -> int:
         # not layout(numel).nbytes: in a compiled function numel may be a symbol, which cannot be the key of a cache
-        return Layout.nbytes_of(*_fields(self.stats_dtype, self.num_stats, self.bits, self.block, numel))
+        return PayloadLayout.nbytes_of(*_fields(self.stats_dtype, self.num_stats, self.bits, self.block, numel))
 
     @property
     def shard_compressor(self) -> MapQuantizer:
@@ -163,8 +163,8 @@ class MapQuantizer(Compressor):
 
 
 @functools.lru_cache(maxsize=65536)  # every step needs the layout of a unit several times
-def _layout(stats_dtype: torch.dtype, num_stats: int, bits: int, block: int | None, numel: int) -> Layout:
-    return Layout.of(*_fields(stats_dtype, num_stats, bits, block, numel))
+def _layout(stats_dtype: torch.dtype, num_stats: int, bits: int, block: int | None, numel: int) -> PayloadLayout:
+    return PayloadLayout.of(*_fields(stats_dtype, num_stats, bits, block, numel))
 
 
 def _fields(

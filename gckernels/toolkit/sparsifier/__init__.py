@@ -21,7 +21,7 @@ import torch
 from ...compressor import Compressor
 from ..fields import require_in, require_ratio
 from ..kernels.sharing import SharingBackend
-from ..payload import Layout, status_ok
+from ..payload import PayloadLayout, status_ok
 from . import decode_kernels, encode_kernels
 from .batch_kernels import BATCH_KERNELS
 from .entries import SPAN, VALUE_BITS, EntryFormat, low_bits
@@ -85,12 +85,12 @@ class Sparsifier(Compressor):
         """The format of entries in a payload."""
         return EntryFormat(low_bits(ratio_parts(self.ratio), RATIO_PARTS), self.value_bits)
 
-    def layout(self, numel: int) -> Layout:
+    def layout(self, numel: int) -> PayloadLayout:
         """Fields of the payload of ``numel`` elements: ``highs``, ``lows``, ``scales`` (not always), ``values``."""
         return self.entries.layout(numel, self.capacity(numel))
 
     def payload_nbytes(self, numel: int) -> int:
-        return Layout.nbytes_of(*self.entries.fields(numel, self.capacity(numel)))
+        return PayloadLayout.nbytes_of(*self.entries.fields(numel, self.capacity(numel)))
 
     # ---------------------------------------------------------------- reference
 

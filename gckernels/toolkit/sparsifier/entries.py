@@ -39,7 +39,7 @@ import torch
 
 from .. import bitpack
 from ..linear import absmax_scale_torch, dequantize_torch, pairwise_sum_torch, quantize_torch, zero_below_normal_torch
-from ..payload import Layout, store_floats
+from ..payload import PayloadLayout, store_floats
 
 VALUE_BITS = (32, 16, 8, 4, 2)
 BLOCK = 64
@@ -76,7 +76,7 @@ class EntryFormat:
         codes = ("values", torch.uint8, bitpack.packed_nbytes(k, self.value_bits))
         return highs, lows, ("scales", torch.float32, -(-k // BLOCK)), codes
 
-    def layout(self, numel: int, k: int) -> Layout:
+    def layout(self, numel: int, k: int) -> PayloadLayout:
         """The layout of a payload with room for ``k`` entries of ``numel`` elements."""
         return _layout(self, numel, k)
 
@@ -116,8 +116,8 @@ class EntryFormat:
 
 
 @functools.lru_cache(maxsize=65536)  # asked for several times in every step
-def _layout(entries: EntryFormat, numel: int, k: int) -> Layout:
-    return Layout.of(*entries.fields(numel, k))
+def _layout(entries: EntryFormat, numel: int, k: int) -> PayloadLayout:
+    return PayloadLayout.of(*entries.fields(numel, k))
 
 
 def _store(field: torch.Tensor, values: torch.Tensor) -> None:

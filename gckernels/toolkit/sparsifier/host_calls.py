@@ -14,7 +14,7 @@ from .entries import SPAN
 _OFFSETS = ("highs_offset", "lows_offset", "scales_offset", "values_offset")
 
 
-class Payloads(ctypes.Structure):
+class ChunkPayloads(ctypes.Structure):
     """The payloads of a unit's chunks and the places of their fields."""
 
     _fields_ = (
@@ -29,7 +29,7 @@ class Payloads(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, compressor, size: int, numel: int, payload: torch.Tensor) -> Payloads:
+    def of(cls, compressor, size: int, numel: int, payload: torch.Tensor) -> ChunkPayloads:
         """The part for ``payload [..., chunks, nbytes]`` of a unit of ``numel`` elements in chunks of ``size``."""
         layout = compressor.layout(size)
         return cls(
@@ -48,7 +48,7 @@ class Payloads(ctypes.Structure):
         )
 
 
-class Source(ctypes.Structure):
+class GradientSource(ctypes.Structure):
     """The gradient, and the states that are accumulated with it (``states.py``)."""
 
     _fields_ = (
@@ -62,7 +62,7 @@ class Source(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, compressor, grad: torch.Tensor, residual: torch.Tensor | None) -> Source:
+    def of(cls, compressor, grad: torch.Tensor, residual: torch.Tensor | None) -> GradientSource:
         """The part for ``grad [numel]`` and ``residual [states * numel]``."""
         accumulation = compressor.accumulation
         kept = velocity = None
@@ -125,15 +125,15 @@ class Writing(ctypes.Structure):
 class EncodeCall(ctypes.Structure):
     """The arguments of the functions that encode."""
 
-    _fields_ = (("payloads", Payloads), ("source", Source), ("select", Selecting), ("write", Writing))
+    _fields_ = (("payloads", ChunkPayloads), ("source", GradientSource), ("select", Selecting), ("write", Writing))
 
     @classmethod
     def of(cls, unit: Encoding, seed_mask: int) -> EncodeCall:
         """The call that encodes ``unit``, without buffers; ``seed_mask`` has the bits of seeds that are used."""
         compressor, rule = unit.compressor, unit.compressor.selection.rule
         return cls(
-            payloads=Payloads.of(compressor, unit.size, unit.grad.numel(), unit.payload),
-            source=Source.of(compressor, unit.grad, unit.residual),
+            payloads=ChunkPayloads.of(compressor, unit.size, unit.grad.numel(), unit.payload),
+            source=GradientSource.of(compressor, unit.grad, unit.residual),
             select=Selecting(
                 seed=unit.seed, seed_mask=seed_mask, key=rule.key, by_sample=rule.by_sample, narrowing=rule.narrowing
             ),
@@ -149,7 +149,7 @@ class DecodeCall(ctypes.Structure):
     """The arguments of the functions that decode."""
 
     _fields_ = (
-        ("payloads", Payloads),
+        ("payloads", ChunkPayloads),
         *((name, ctypes.c_int64) for name in ("sources", "source_stride")),
         ("starts", pointer(ctypes.c_int64)),  # [sources, chunks, tiles + 1]: bits of the string before the tile
         ("out", pointer()),
@@ -162,7 +162,7 @@ class DecodeCall(ctypes.Structure):
         """The call that decodes ``unit``, without its buffer."""
         payloads, out = unit.payloads, unit.out
         return cls(
-            payloads=Payloads.of(unit.compressor, unit.size, out.numel(), payloads),
+            payloads=ChunkPayloads.of(unit.compressor, unit.size, out.numel(), payloads),
             sources=payloads.shape[0],
             source_stride=payloads.stride(0),
             out=out.data_ptr(),
@@ -183,8 +183,8 @@ class DecodeCall(ctypes.Structure):
 
 
 STRUCTS = c_structs(
-    payloads_t=Payloads,
-    source_t=Source,
+    payloads_t=ChunkPayloads,
+    source_t=GradientSource,
     tile_entries_t=TileEntries,
     chunk_state_t=ChunkState,
     select_t=Selecting,

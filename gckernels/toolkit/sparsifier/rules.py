@@ -16,7 +16,7 @@ class Narrowing(IntEnum):
 
 
 @dataclass(frozen=True)
-class Rule:
+class BoundRule:
     """How the bounds of a chunk are found.
 
     Attributes:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from .keys import LEADING_SHIFT, MAX_FINITE_KEY, kth_largest, sample_positions, sample_rank
-from .rules import Narrowing, Rule
+from .rules import BoundRule, Narrowing
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Exact:
         return key, key
 
     @property
-    def rule(self) -> Rule:
-        return Rule(Narrowing.EXACT)
+    def rule(self) -> BoundRule:
+        return BoundRule(Narrowing.EXACT)
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Leading:
         return bits << LEADING_SHIFT, ((bits + 1) << LEADING_SHIFT) - 1
 
     @property
-    def rule(self) -> Rule:
-        return Rule(Narrowing.LEADING)
+    def rule(self) -> BoundRule:
+        return BoundRule(Narrowing.LEADING)
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Sampled:
         return key, key
 
     @property
-    def rule(self) -> Rule:
-        return Rule(Narrowing.EXACT if self.trim else Narrowing.NONE, by_sample=True)
+    def rule(self) -> BoundRule:
+        return BoundRule(Narrowing.EXACT if self.trim else Narrowing.NONE, by_sample=True)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Fixed:
         return self.key, MAX_FINITE_KEY
 
     @property
-    def rule(self) -> Rule:
-        return Rule(key=self.key)
+    def rule(self) -> BoundRule:
+        return BoundRule(key=self.key)
 
 
 Selection = Exact | Leading | Sampled | Fixed

@@ -10,7 +10,7 @@ from ...planner.choice import Choice
 from ...plans.numbers import duration, percent, whole_percent
 from ...plans.plan import Plan
 from ..common.error_bars import Band
-from .memory import Memory
+from .memory import PlanMemory
 
 DO_NOT = "do not compress"
 NOTHING_EXPOSED = 0.02
@@ -36,7 +36,7 @@ def compresses(plan: Plan) -> bool:
     return any(not isinstance(unit.compressor, Identity) for unit in plan.units)
 
 
-def advise(choice: Choice, band: Band, memory: Memory) -> Advice:
+def advise(choice: Choice, band: Band, memory: PlanMemory) -> Advice:
     """The advice for a chosen plan.
 
     Args:

@@ -24,7 +24,7 @@ MAX_RING = 8  # a ring of more ranks has more hops than a message has lanes
 
 
 @dataclass(frozen=True)
-class Alternative:
+class UnitAlternative:
     """Another way to send some units.
 
     Attributes:
@@ -46,7 +46,7 @@ class Alternative:
 
 def alternatives(
     problem: Problem, plan: Plan, keys: Collection[str], also: Sequence[Method] = ()
-) -> Iterator[Alternative]:
+) -> Iterator[UnitAlternative]:
     """Other ways to send some units of a plan: exactly, with other compressors, through other programs.
 
     Args:
@@ -86,7 +86,7 @@ def _programs(world_size: int) -> list[Program]:
 
 def _tried(
     problem: Problem, plan: Plan, now_s: float, changed: Sequence[UnitPlan], compressor: str
-) -> Iterator[Alternative]:
+) -> Iterator[UnitAlternative]:
     """The alternative in which the units of a plan with the same keys are changed, if it is valid."""
     by_key = {unit.key: unit for unit in changed}
     units = tuple(by_key.get(unit.key, unit) for unit in plan.units)
@@ -102,7 +102,7 @@ def _tried(
     allowed = all(problem.may_use(_number(problem, unit.parameter), unfitted(unit.compressor)) for unit in compressed)
     program = program_name(changed[0].program, problem.topology.world_size)
     error = _error(problem, compressed) if compressed else 0.0
-    yield Alternative(compressor, program, step_s, step_s - now_s, allowed, error)
+    yield UnitAlternative(compressor, program, step_s, step_s - now_s, allowed, error)
 
 
 def _exactly(unit: UnitPlan) -> UnitPlan:

@@ -16,7 +16,7 @@ _SAME_S = 1e-9  # times of a simulation that are equal but for rounding
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChainPiece:
     """A piece of the chain.
 
     Attributes:
@@ -39,24 +39,24 @@ class Piece:
         return self.end_s - self.start_s
 
 
-def chain_of(timeline: Timeline) -> tuple[Piece, ...]:
+def chain_of(timeline: Timeline) -> tuple[ChainPiece, ...]:
     """The chain of a step, from forward to the optimizer."""
     synced_s = timeline.step_s - timeline.optimizer_s
-    pieces = [Piece("optimizer", "optimizer", synced_s, timeline.step_s)] if timeline.optimizer_s else []
+    pieces = [ChainPiece("optimizer", "optimizer", synced_s, timeline.step_s)] if timeline.optimizer_s else []
     forward_s, backward_end_s = timeline.forward_s, timeline.forward_s + timeline.backward_s
     last = max(timeline.stages, key=lambda stage: stage.end_s, default=None)
     until_s = backward_end_s
     if last is not None and last.end_s > backward_end_s + _SAME_S:
         at: TimedStage | None = last
         while at is not None:
-            pieces.append(Piece(_name(at), at.spec.resource.does, at.start_s, at.end_s, at.launch))
+            pieces.append(ChainPiece(_name(at), at.spec.resource.does, at.start_s, at.end_s, at.launch))
             until_s, launch = at.start_s, at.launch
             at = _cause(at, timeline.stages)
-        pieces.append(Piece("backward", "backward", forward_s, until_s, launch))
+        pieces.append(ChainPiece("backward", "backward", forward_s, until_s, launch))
     else:
-        pieces.append(Piece("backward", "backward", forward_s, backward_end_s))
+        pieces.append(ChainPiece("backward", "backward", forward_s, backward_end_s))
     if forward_s:
-        pieces.append(Piece("forward", "forward", 0.0, forward_s))
+        pieces.append(ChainPiece("forward", "forward", 0.0, forward_s))
     return tuple(reversed(pieces))
 
 
@@ -82,7 +82,7 @@ def _name(stage: TimedStage) -> str:
     return "AllReduce" if stage.spec.resource == Resource.AVERAGE else stage.spec.name
 
 
-def summary(pieces: Sequence[Piece]) -> list[tuple[str, float]]:
+def summary(pieces: Sequence[ChainPiece]) -> list[tuple[str, float]]:
     """The pieces in short: neighbours of the same name are one, as pairs of a text and seconds."""
     joined: list[tuple[str, int, float]] = []
     for piece in pieces:
@@ -94,6 +94,6 @@ def summary(pieces: Sequence[Piece]) -> list[tuple[str, float]]:
     return [(name if count == 1 else f"{count} x {name}", seconds) for name, count, seconds in joined]
 
 
-def share(pieces: Sequence[Piece], does: str) -> float:
+def share(pieces: Sequence[ChainPiece], does: str) -> float:
     """Seconds of the chain in pieces of a kind."""
     return sum(piece.seconds for piece in pieces if piece.does == does)

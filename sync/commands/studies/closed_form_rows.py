@@ -15,7 +15,7 @@ from ...planner.drafts.drafts import Option, draft_of_launches, plan_of, usual_l
 from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import Machine, MachineError
 from ...planner.machines.scaling import sending_bit_per_s
-from ...planner.published.closed_forms import ClosedForm, Link, gathered, power_sgd, reduced, sync_sgd
+from ...planner.published.closed_forms import ClosedForm, RingLink, gathered, power_sgd, reduced, sync_sgd
 from ...planner.timeline.pricing import Units
 from ...planner.timeline.timeline import Timeline, timeline
 from ...plans.names import short_spec
@@ -65,14 +65,14 @@ def closed_form_rows(problem: Problem) -> Iterator[ClosedFormRow]:
             continue
 
 
-def link_of(machine: Machine) -> Link:
+def link_of(machine: Machine) -> RingLink:
     """The ring of equal links that closed forms know, with the prices of a machine's all-gather, which is one."""
     ranks = machine.topology.world_size
     first = machine.collective("AllGather", Level.FLAT, Place.DEVICE, np.array([1.0])).alone_s
-    return Link(ranks, sending_bit_per_s(machine, "AllGather"), float(first[0]) / (ranks - 1))
+    return RingLink(ranks, sending_bit_per_s(machine, "AllGather"), float(first[0]) / (ranks - 1))
 
 
-def _compressed(problem: Problem, compressor: Method, link: Link) -> ClosedFormRow:
+def _compressed(problem: Problem, compressor: Method, link: RingLink) -> ClosedFormRow:
     trace, summable = problem.trace, compressor.traits.summable
     methods = [problem.fitted(number, compressor) for number in range(len(trace.tensors))]
     payload = float(sum(_sent_nbytes(method, tensor) for method, tensor in zip(methods, trace.tensors, strict=True)))
@@ -88,7 +88,7 @@ def _compressed(problem: Problem, compressor: Method, link: Link) -> ClosedFormR
     return _row(problem, short_spec(compressor), closed, Option(program, compressor))
 
 
-def _factors(backward_s: float, codec_s: float, payload_nbytes: float, link: Link) -> ClosedForm:
+def _factors(backward_s: float, codec_s: float, payload_nbytes: float, link: RingLink) -> ClosedForm:
     return power_sgd(backward_s, codec_s, payload_nbytes, 1.0, link)
 
 

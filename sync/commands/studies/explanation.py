@@ -27,8 +27,8 @@ from ...traces.model_trace import Trace
 from ...traces.trace_records import fingerprint as trace_fingerprint
 from ..common.kinds import MAKE_PLAN
 from ..common.outcome import bad_data
-from .alternatives import Alternative, alternatives
-from .chain import Piece, chain_of
+from .alternatives import UnitAlternative, alternatives
+from .chain import ChainPiece, chain_of
 from .costs import MessageCost, message_costs
 from .sweeps import with_faster_links
 
@@ -49,7 +49,7 @@ class MessageRow:
     compressors: tuple[str, ...]
     program: str
     channel: int
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[UnitAlternative, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Explanation:
     timeline: Timeline
     none_s: float
     rows: tuple[MessageRow, ...]
-    chain: tuple[Piece, ...]
+    chain: tuple[ChainPiece, ...]
     what_if: Mapping[str, float]
 
 
@@ -136,7 +136,7 @@ def what_if(problem: Problem, plan: Plan) -> dict[str, float]:
 
 
 def _row(
-    problem: Problem, plan: Plan, found: Timeline, cost: MessageCost, tried: tuple[Alternative, ...]
+    problem: Problem, plan: Plan, found: Timeline, cost: MessageCost, tried: tuple[UnitAlternative, ...]
 ) -> MessageRow:
     mine = [unit for unit in plan.units if unit.key in cost.keys]
     names = dict.fromkeys(short_spec(unit.compressor) for unit in mine if not isinstance(unit.compressor, Identity))

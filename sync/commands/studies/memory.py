@@ -13,7 +13,7 @@ from ...plans.plan import Attached, Plan
 
 
 @dataclass(frozen=True)
-class Memory:
+class PlanMemory:
     """The memory of the rank that needs most, without activations and the state of the optimizer, of which a trace says
     nothing.
 
@@ -28,14 +28,14 @@ class Memory:
     has_nbytes: float | None
 
     @staticmethod
-    def of(problem: Problem, plan: Plan) -> Memory:
+    def of(problem: Problem, plan: Plan) -> PlanMemory:
         """The memory for a plan of a problem."""
         tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
         nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
         in_buckets = problem.attached is Attached.DDP and problem.trace.copies_gradients
         dtypes = {tensor.name: tensor.dtype for tensor in tensors}
         plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
-        return Memory((3 if in_buckets else 2) * nbytes, plan_nbytes, problem.machine.memory_nbytes)
+        return PlanMemory((3 if in_buckets else 2) * nbytes, plan_nbytes, problem.machine.memory_nbytes)
 
     @property
     def model_fits(self) -> bool:

@@ -17,14 +17,14 @@ from ..common.error_bars import Band
 from .advice import compresses
 from .closed_form_rows import ClosedFormRow, closed_form_rows
 from .crossover import BandwidthLimit, EnoughRatio, bandwidth_limit, enough_ratio
-from .memory import Memory
+from .memory import PlanMemory
 from .sweeps import Sweep
 
 _LIMIT_SEARCHES = 3  # searches that find the limit, about
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """A prediction.
 
     Attributes:
@@ -35,7 +35,7 @@ class Point:
 
     choice: Choice
     band: Band
-    memory: Memory
+    memory: PlanMemory
 
     @property
     def compresses(self) -> bool:
@@ -58,7 +58,7 @@ class SweepResult:
     """A sweep with the predictions for its values."""
 
     sweep: Sweep
-    points: tuple[Point, ...]
+    points: tuple[SweepPoint, ...]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Predictions:
         closed_forms: the closed forms beside the timeline.
     """
 
-    here: Point
+    here: SweepPoint
     sweeps: tuple[SweepResult, ...]
     limit: BandwidthLimit | None
     ratio: EnoughRatio | None
@@ -98,9 +98,9 @@ def predict(
         MachineError: a machine lacks a price.
     """
     total, done = 1 + sum(len(sweep.values) for sweep in sweeps) + _LIMIT_SEARCHES, 0
-    known: list[Point] = []  # for the trace and the topology of the problem
+    known: list[SweepPoint] = []  # for the trace and the topology of the problem
 
-    def predicted(trace: Trace, machine: Machine, what: str) -> Point:
+    def predicted(trace: Trace, machine: Machine, what: str) -> SweepPoint:
         nonlocal done
         progress(min(done / total, 1.0), what)
         done += 1
@@ -138,9 +138,9 @@ def predict(
     )
 
 
-def point(problem: Problem, policy: str, trace: Trace, machine: Machine) -> Point:
+def point(problem: Problem, policy: str, trace: Trace, machine: Machine) -> SweepPoint:
     """The prediction for another trace and machine, with the compressors of a problem."""
     pricer = problem.pricer if machine is problem.machine else Pricer(machine)  # prices of messages are kept
     other = replace(problem, trace=trace, pricer=pricer)
     choice = choose(other, policy, compared=())
-    return Point(choice, Band.of(machine, trace), Memory.of(other, choice.plan))
+    return SweepPoint(choice, Band.of(machine, trace), PlanMemory.of(other, choice.plan))

@@ -11,7 +11,7 @@ from ...plans.numbers import duration, percent, plural, three_digits, volume
 from ...plans.plan import Plan
 from ..common.error_bars import Band
 from ..common.tables import shortened, table
-from ..studies.alternatives import Alternative
+from ..studies.alternatives import UnitAlternative
 from ..studies.chain import summary
 from ..studies.explanation import Explanation, MessageRow, averaged_s, busiest
 
@@ -135,7 +135,7 @@ def unit_text(name: str, step_s: float, rows: Sequence[MessageRow], band: Band) 
     return "\n".join([*parts, alternatives_table(rows[0].alternatives, band)])
 
 
-def alternatives_table(tried: Sequence[Alternative], band: Band) -> str:
+def alternatives_table(tried: Sequence[UnitAlternative], band: Band) -> str:
     """A table of other ways to send units, the fastest first."""
     rows = [
         (

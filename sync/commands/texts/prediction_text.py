@@ -10,7 +10,7 @@ from ..common.caveats import Caveats
 from ..common.tables import table
 from ..studies.advice import DO_NOT, advise
 from ..studies.crossover import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
-from ..studies.prediction import Point, Predictions, SweepResult
+from ..studies.prediction import Predictions, SweepPoint, SweepResult
 from ..studies.sweeps import software_limit
 from .plan_text import assumed_errors, compressors_lines, head
 
@@ -30,7 +30,7 @@ def text(problem: Problem, found: Predictions, caveats: Caveats) -> str:
     return "\n".join([*parts, *(["", *notes] if notes else [])])
 
 
-def advice_of(point: Point) -> str:
+def advice_of(point: SweepPoint) -> str:
     """The advice as a sentence."""
     return advise(point.choice, point.band, point.memory).text
 
@@ -51,7 +51,7 @@ def sweep_table(result: SweepResult) -> str:
     return table((result.sweep.name, "none", "best", "vs none", "advice"), rows, left=(4,))
 
 
-def _advice(point: Point) -> str:
+def _advice(point: SweepPoint) -> str:
     if point.pays:
         return "free codecs would pay" if point.choice.is_limit else "compress"
     if not point.memory.fits:
@@ -128,7 +128,7 @@ def record(problem: Problem, found: Predictions) -> dict[str, Any]:
     }
 
 
-def point_record(point: Point) -> dict[str, Any]:
+def point_record(point: SweepPoint) -> dict[str, Any]:
     """A prediction as JSON."""
     return {
         "none_s": point.choice.none.step_s,

@@ -39,7 +39,7 @@ from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_com
 from .step_ends import StepEnds, in_join, join_of
 from .used import UsedParameters
 
-A = TypeVar("A", bound="Attachment")
+A = TypeVar("A", bound="DdpAttachment")
 _NO_INPUTS = (
     "gckernels: this rank has no inputs left in join(), so it can neither vote nor follow a gradient scaler; let all "
     "ranks have as many inputs, or close() the attachment before join()"
@@ -90,7 +90,7 @@ def attach_plan(
     return attachment
 
 
-class Attachment(Handle):
+class DdpAttachment(Handle):
     """The hook that :func:`~gckernels.sync.attach` has registered, with its engine and residuals."""
 
     attached = Attached.DDP

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from ...plans.grouping import MessageSpec, PlacedUnit, whole_bucket
 from ...plans.plan import Attached, UnitPlan
 from ..machines.machine import MachineError
-from ..timeline.launches import Launch, grouped
+from ..timeline.launches import BucketLaunch, grouped
 from ..timeline.loads import Loads, loads_of, total
 from ..timeline.priced_stages import PricedStage
 from ..timeline.step_context import Whole, phases_of_units
@@ -38,7 +38,7 @@ class _Prepared(NamedTuple):
         phases: the number of collectives of the longest program.
     """
 
-    launch: Launch
+    launch: BucketLaunch
     messages: _Messages | None
     loads: Loads
     phases: int
@@ -115,7 +115,7 @@ def _prepared(problem: Problem, keys: Sequence[_Key]) -> list[_Prepared]:
 
 
 def _priced(
-    problem: Problem, launches: Sequence[Launch], specs: Sequence[tuple[MessageSpec, ...]]
+    problem: Problem, launches: Sequence[BucketLaunch], specs: Sequence[tuple[MessageSpec, ...]]
 ) -> list[_Messages | None]:
     """The messages of launches with their priced stages; ``None`` for a launch of which the machine lacks a price."""
     if problem.topology.world_size == 1:
@@ -130,7 +130,7 @@ def _priced(
     return [tuple((spec, next(priced)) for spec in each) for each in specs]
 
 
-def _launch(problem: Problem, key: _Key) -> Launch:
+def _launch(problem: Problem, key: _Key) -> BucketLaunch:
     """The launch of a draft, ready when its own tensors are."""
     of_tensor: dict[int, list[UnitPlan]] = {}
     number, launch = 0, 0 if key.bucket is None else None
@@ -144,4 +144,4 @@ def _launch(problem: Problem, key: _Key) -> Launch:
         placed += [PlacedUnit(unit, start + (unit.start or 0)) for unit in of_tensor[tensor]]
         start += tensors[tensor].numel
     ready_s = max(tensors[tensor].ready_s for tensor in order)
-    return Launch(tuple(placed), start, tensors[order[0]].dtype.to_real(), ready_s)
+    return BucketLaunch(tuple(placed), start, tensors[order[0]].dtype.to_real(), ready_s)

@@ -20,7 +20,7 @@ from ...plans.plan import Attached, Plan, UnitPlan
 from ...programs.named import ALLREDUCE
 from ...programs.stages import MessageKind
 from ...programs.steps import Broadcast, Program
-from ..timeline.launches import Launch, launches_of
+from ..timeline.launches import BucketLaunch, launches_of
 from ..timeline.roots import spread
 from .problem import Problem
 
@@ -229,7 +229,7 @@ def draft_of(problem: Problem, plan: Plan) -> Draft:
     return tuple(draft)
 
 
-def _whole(launch: Launch, messages: list[MessageDraft], number: dict[str, int]) -> LaunchDraft:
+def _whole(launch: BucketLaunch, messages: list[MessageDraft], number: dict[str, int]) -> LaunchDraft:
     """The messages of a launch with its tensors without elements, which are averaged in place, so in no message."""
     held = {tensor for message in messages for tensor in message.tensors}
     empty = {number[name] for unit in launch.units for name in unit.plan.parameters} - held

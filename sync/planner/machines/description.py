@@ -16,7 +16,7 @@ from ...programs.topology import Topology
 from .codecs import FP32_NBYTES, LAUNCHES, merging_factor, moved_nbytes_per_element
 from .collectives import Algorithm, Sharing, algorithms_of
 from .machine import Floats, MachineError, Overheads, Price, Shared
-from .parts import Copies, Gpu, Host, Link, PublishedCodec
+from .parts import Copies, DescribedLink, Gpu, Host, PublishedCodec
 
 MARGIN = 0.25
 """The relative error that predictions from descriptions are expected to have."""
@@ -43,7 +43,7 @@ class Description:
     name: str
     topology: Topology
     host: Host
-    links: Mapping[Shared, Link]
+    links: Mapping[Shared, DescribedLink]
     gpu: Gpu | None = None
     copies: Copies | None = None
     overheads: Overheads = field(default_factory=Overheads)

@@ -109,7 +109,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Link:
+class DescribedLink:
     """The links of one kind: those between machines, or those between the devices of a machine.
 
     Attributes:
@@ -135,10 +135,10 @@ class Link:
         return min(self.bandwidth_bit_per_s * self.efficiency, self.limit_bit_per_s) / 8
 
     @staticmethod
-    def from_json(entry: Entry) -> Link:
+    def from_json(entry: Entry) -> DescribedLink:
         """The link in an object."""
-        fields = entry.fields(_required(Link, _USUAL), _USUAL)
-        return Link(
+        fields = entry.fields(_required(DescribedLink, _USUAL), _USUAL)
+        return DescribedLink(
             above_zero(fields["bandwidth_bit_per_s"]),
             fields["efficiency"].number(above=0, most=1),
             at_least_zero(fields["latency_s"]),
@@ -174,7 +174,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Curve:
+class CodecCurve:
     """The seconds of a codec call as a function of the bytes of its gradient in fp32.
 
     The seconds are those of the first point up to there, linear between points, and beyond the last point they go on
@@ -210,5 +210,5 @@ class PublishedCodec:
         decode: the times of decoding one payload.
     """
 
-    encode: Curve
-    decode: Curve
+    encode: CodecCurve
+    decode: CodecCurve

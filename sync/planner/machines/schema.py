@@ -13,7 +13,18 @@ from ...plans.json_files import Entry
 from ...programs.topology import Topology
 from .description import Description
 from .machine import MachineError, Overheads, Shared
-from .parts import MAX_SHARING, Copies, Curve, Gpu, Host, Link, PublishedCodec, at_least_zero, known, names_of
+from .parts import (
+    MAX_SHARING,
+    CodecCurve,
+    Copies,
+    DescribedLink,
+    Gpu,
+    Host,
+    PublishedCodec,
+    at_least_zero,
+    known,
+    names_of,
+)
 
 DESCRIPTION_FORMAT = "gckernels machine"
 """The ``"format"`` of files with descriptions."""
@@ -48,7 +59,7 @@ def description_from_json(document: Entry) -> Description:
             fields["name"].name(),
             Topology(*(inside[name].integer(1, MAX_SHARING) for name in names_of(Topology))),
             Host.from_json(fields["host"]),
-            {link: Link.from_json(links[link.value]) for link in _LINKS if link.value in links},
+            {link: DescribedLink.from_json(links[link.value]) for link in _LINKS if link.value in links},
             Gpu.from_json(fields["device"]) if device == "cuda" else None,
             Copies.from_json(fields["copies"]) if "copies" in fields else None,
             _overheads(fields["overheads"]) if "overheads" in fields else Overheads(),
@@ -106,7 +117,7 @@ def _codecs(entry: Entry) -> dict[str, PublishedCodec]:
     return codecs
 
 
-def _curve(entry: Entry) -> Curve:
+def _curve(entry: Entry) -> CodecCurve:
     if len(entry.items()) < 2:
         entry.refuse("a list of at least two pairs [bytes, seconds]")
     points: list[tuple[float, float]] = []
@@ -117,10 +128,10 @@ def _curve(entry: Entry) -> Curve:
         if points and (nbytes <= points[-1][0] or seconds < points[-1][1]):
             pair.refuse("of more bytes and no fewer seconds than the pair before it", str(pair.value))
         points.append((nbytes, seconds))
-    return Curve(tuple(points))
+    return CodecCurve(tuple(points))
 
 
-def _points(curve: Curve) -> list[list[float]]:
+def _points(curve: CodecCurve) -> list[list[float]]:
     return [list(point) for point in curve.points]
 
 

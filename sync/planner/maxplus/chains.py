@@ -27,7 +27,7 @@ class Stages(NamedTuple):
     after_s: Sequence[float]
 
 
-class Path(NamedTuple):
+class OptionChain(NamedTuple):
     """Everything that an option does to a state.
 
     Attributes:
@@ -41,7 +41,7 @@ class Path(NamedTuple):
     work_s: Sequence[float]
 
 
-def behind(state: State, path: Path, works: int, backward: int = 0) -> State:
+def behind(state: State, path: OptionChain, works: int, backward: int = 0) -> State:
     """The state after an option.
 
     Args:
@@ -66,7 +66,7 @@ def behind(state: State, path: Path, works: int, backward: int = 0) -> State:
     return after
 
 
-def ahead(ways: State, path: Path, works: int, backward: int = 0) -> State:
+def ahead(ways: State, path: OptionChain, works: int, backward: int = 0) -> State:
     """The ways from before an option to the end of the step.
 
     Args:

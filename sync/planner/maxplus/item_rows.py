@@ -26,7 +26,7 @@ from ..machines.machine import Floats, Shared
 from ..timeline.pricing import Units
 from ..timeline.stage_templates import Skeletons
 from .maxplus import BACKWARD, FIRST_LANE, NOWHERE, SINK, Gaps, Rows
-from .option_table import Bools, Form, FormTable, Piece, PriceColumns, Stage, filled, joined, shortened
+from .option_table import Bools, Form, FormTable, PriceColumns, StageColumn, TablePiece, filled, joined, shortened
 
 Item: TypeAlias = tuple[int, ...]
 """The tensors of a message."""
@@ -135,7 +135,7 @@ class RowMaker:
 
     # ---------------------------------------------------------------- one family
 
-    def _piece(self, family: _Family, items: Sequence[Item], options: Sequence[Option]) -> Piece:
+    def _piece(self, family: _Family, items: Sequence[Item], options: Sequence[Option]) -> TablePiece:
         messages = self._messages_of(family, items)
         users = self._users(family)
         usable = np.array([not users.isdisjoint(item) for item in items])
@@ -239,7 +239,7 @@ class RowMaker:
         stages = []
         for spec, need, roots in zip(*skeletons.of(option.program), strict=True):
             waits = option.root is None and any(self._problem.topology.size(level) > 1 for level in roots.ranks)
-            stages.append(Stage(None if waits else spec, (need,), waits))
+            stages.append(StageColumn(None if waits else spec, (need,), waits))
         stages = shortened(stages)
         routes = [[self._route(stage.spec, channel) for stage in stages] for channel in range(MAX_CHANNELS)]
         return Form.of(stages, routes, ends=not option.in_place)

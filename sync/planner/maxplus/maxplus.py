@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from ..machines.machine import Floats
 from . import chains
-from .chains import Path, Stages, State
+from .chains import OptionChain, Stages, State
 
 Ints = npt.NDArray[np.intp]
 Choice = list[int]
@@ -89,7 +89,7 @@ class Rows:
     def _finishing(self) -> dict[int, Rows]:
         return {}
 
-    def path(self, kind: int, option: int) -> Path:
+    def path(self, kind: int, option: int) -> OptionChain:
         """The chains of an option for a kind of items, without padding. Results are kept."""
         key = kind * self.lanes.shape[1] + option
         found = self._paths.get(key)
@@ -103,12 +103,12 @@ class Rows:
                     self.after_s[kind, chain, option],
                 )
                 chains.append(Stages(*(column[used].tolist() for column in columns)))
-            found = Path(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
+            found = OptionChain(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
             self._paths[key] = found
         return found
 
     @functools.cached_property
-    def _paths(self) -> dict[int, Path]:
+    def _paths(self) -> dict[int, OptionChain]:
         return {}
 
 

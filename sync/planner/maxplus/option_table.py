@@ -22,7 +22,7 @@ _WIDTH = 1 + _HEAD + 1 + _TAIL + 1
 """The columns of a form: submission, the stages of the longest one, the end of its launch."""
 
 
-class Stage(NamedTuple):
+class StageColumn(NamedTuple):
     """A stage of a form.
 
     Attributes:
@@ -36,12 +36,12 @@ class Stage(NamedTuple):
     is_elsewhere: bool
 
 
-def shortened(stages: list[Stage]) -> list[Stage]:
+def shortened(stages: list[StageColumn]) -> list[StageColumn]:
     """The stages without the middle of a long ring, in whose place is one stage that waits for no lane."""
     if len(stages) <= _HEAD + _TAIL:
         return stages
     middle = tuple(need for stage in stages[_HEAD:-_TAIL] for need in stage.needs)
-    return [*stages[:_HEAD], Stage(None, middle, False), *stages[-_TAIL:]]
+    return [*stages[:_HEAD], StageColumn(None, middle, False), *stages[-_TAIL:]]
 
 
 class Form(NamedTuple):
@@ -62,7 +62,7 @@ class Form(NamedTuple):
     waits: Bools
 
     @staticmethod
-    def of(stages: Sequence[Stage], routes: Sequence[Sequence[tuple[int, bool, bool]]], ends: bool) -> Form:
+    def of(stages: Sequence[StageColumn], routes: Sequence[Sequence[tuple[int, bool, bool]]], ends: bool) -> Form:
         """The form of some stages.
 
         Args:
@@ -192,7 +192,7 @@ class PriceColumns:
         )
 
 
-def filled(table: FormTable, prices: PriceColumns, column: Ints, usable: Bools) -> Piece:
+def filled(table: FormTable, prices: PriceColumns, column: Ints, usable: Bools) -> TablePiece:
     """The arrays of a family.
 
     Args:
@@ -223,7 +223,7 @@ def filled(table: FormTable, prices: PriceColumns, column: Ints, usable: Bools) 
         }
         for of_chain in lanes
     ]
-    piece = Piece(
+    piece = TablePiece(
         lanes,
         at_columns(before, column, FAR_S),
         at_columns(after, column, 0.0),
@@ -241,7 +241,7 @@ def filled(table: FormTable, prices: PriceColumns, column: Ints, usable: Bools) 
 
 
 @dataclass(frozen=True)
-class Piece:
+class TablePiece:
     """The arrays of one family, as in :class:`~.maxplus.Rows`.
 
     Attributes:
@@ -265,7 +265,7 @@ def at_columns(values: Floats, column: Ints, otherwise: float) -> Floats:
     return found
 
 
-def joined(pieces: Sequence[Piece], places: Sequence[Sequence[int]], size: int) -> Rows:
+def joined(pieces: Sequence[TablePiece], places: Sequence[Sequence[int]], size: int) -> Rows:
     """The rows of all families.
 
     Args:

@@ -20,7 +20,7 @@ OVERLAP_SLOWDOWN = 1.07
 
 
 @dataclass(frozen=True)
-class Link:
+class RingLink:
     """Ranks around a ring of equal links.
 
     Attributes:
@@ -82,7 +82,7 @@ class ClosedForm:
 def sync_sgd(
     backward_s: float,
     nbytes: float,
-    link: Link,
+    link: RingLink,
     bucket_nbytes: float = BUCKET_NBYTES,
     slowdown: float = OVERLAP_SLOWDOWN,
 ) -> ClosedForm:
@@ -102,7 +102,7 @@ def sync_sgd(
     return ClosedForm(compute_s, 0.0, beside_s + last_s, min(compute_s, beside_s))
 
 
-def power_sgd(backward_s: float, codec_s: float, nbytes: float, ratio: float, link: Link) -> ClosedForm:
+def power_sgd(backward_s: float, codec_s: float, nbytes: float, ratio: float, link: RingLink) -> ClosedForm:
     """The time of PowerSGD, which reduces two factors one after the other.
 
     Args:
@@ -115,7 +115,7 @@ def power_sgd(backward_s: float, codec_s: float, nbytes: float, ratio: float, li
     return ClosedForm(backward_s, codec_s, 2 * link.allreduce_s(nbytes / ratio / 2))
 
 
-def top_k(backward_s: float, codec_s: float, nbytes: float, kept: float, link: Link) -> ClosedForm:
+def top_k(backward_s: float, codec_s: float, nbytes: float, kept: float, link: RingLink) -> ClosedForm:
     """The time of Top-K sparsification, which gathers values and indices one after the other.
 
     Args:
@@ -128,7 +128,7 @@ def top_k(backward_s: float, codec_s: float, nbytes: float, kept: float, link: L
     return ClosedForm(backward_s, codec_s, 2 * link.allgather_s(nbytes * kept))
 
 
-def sign_sgd(backward_s: float, codec_s: float, nbytes: float, link: Link) -> ClosedForm:
+def sign_sgd(backward_s: float, codec_s: float, nbytes: float, link: RingLink) -> ClosedForm:
     """The time of SignSGD, which gathers one bit for each of the 32 of an element.
 
     Args:
@@ -140,12 +140,12 @@ def sign_sgd(backward_s: float, codec_s: float, nbytes: float, link: Link) -> Cl
     return gathered(backward_s, codec_s, nbytes / 32, link)
 
 
-def gathered(backward_s: float, codec_s: float, payload_nbytes: float, link: Link) -> ClosedForm:
+def gathered(backward_s: float, codec_s: float, payload_nbytes: float, link: RingLink) -> ClosedForm:
     """The time of any method whose payloads are gathered; a rank's have ``payload_nbytes`` bytes together."""
     return ClosedForm(backward_s, codec_s, link.allgather_s(payload_nbytes))
 
 
-def reduced(backward_s: float, codec_s: float, payload_nbytes: float, link: Link) -> ClosedForm:
+def reduced(backward_s: float, codec_s: float, payload_nbytes: float, link: RingLink) -> ClosedForm:
     """The time of any method whose payloads are added; a rank's have ``payload_nbytes`` bytes together."""
     return ClosedForm(backward_s, codec_s, link.allreduce_s(payload_nbytes))
 

@@ -86,7 +86,7 @@ class SecopaCosts:
 
 
 @dataclass(frozen=True)
-class Decision:
+class SecopaDecision:
     """SeCoPa's decision about a gradient.
 
     Attributes:
@@ -98,11 +98,11 @@ class Decision:
     parts: int
 
 
-def decide(numel: int, costs: SecopaCosts, exchange: Exchange) -> Decision:
+def decide(numel: int, costs: SecopaCosts, exchange: Exchange) -> SecopaDecision:
     """The decision for a gradient of ``numel`` elements. Between equal numbers of parts it takes the smaller one."""
     exact_s, compressed_s = costs.exact_s(numel, exchange), costs.compressed_s(numel, exchange)
     compress = bool(exact_s.min() > compressed_s.min())
-    return Decision(compress, 1 + int((compressed_s if compress else exact_s).argmin()))
+    return SecopaDecision(compress, 1 + int((compressed_s if compress else exact_s).argmin()))
 
 
 _MS = 1e-3

@@ -20,7 +20,7 @@ _STEADY = 1 << 40  # a step after the last milestone of all compressors
 
 
 @dataclass(frozen=True)
-class Launch:
+class BucketLaunch:
     """A bucket that is launched as soon as it is complete and all launches before it are launched.
 
     Attributes:
@@ -36,7 +36,7 @@ class Launch:
     ready_s: float
 
 
-def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[Launch, ...]:
+def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[BucketLaunch, ...]:
     """The launches of a training step, in order.
 
     With DDP they are the buckets of the trace. If it has none, they are cut as DDP cuts them after its first step: in
@@ -53,15 +53,15 @@ def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[Launch, .
     """
     tensors = {tensor.name: tensor for tensor in trace.tensors}
     units = _units_by_tensor(plan, tensors)
-    launches: list[Launch] = []
+    launches: list[BucketLaunch] = []
     ready_s = 0.0
     for placed, dtype in _ddp(units, trace, tensors) if attached == Attached.DDP else _synchronizer(plan, tensors):
         ready_s = max([ready_s, *(tensors[name].ready_s for unit in placed for name in unit.plan.parameters)])
-        launches.append(Launch(placed, placed[-1].stop, dtype.to_real(), ready_s))
+        launches.append(BucketLaunch(placed, placed[-1].stop, dtype.to_real(), ready_s))
     return tuple(launches)
 
 
-def messages_of(launch: Launch, plan: Plan, attached: Attached) -> tuple[MessageSpec, ...]:
+def messages_of(launch: BucketLaunch, plan: Plan, attached: Attached) -> tuple[MessageSpec, ...]:
     """The messages of a launch, in the order of their submission, after the last milestone of all compressors.
 
     DDP averages whole buckets without a hook if the plan compresses nothing.

@@ -42,7 +42,7 @@ class Need:
         return self.latency_s + self.loaded_s
 
 
-class Task(NamedTuple):
+class SimulatedTask(NamedTuple):
     """A task.
 
     Attributes:
@@ -71,7 +71,7 @@ class Times:
     end_s: list[float]
 
 
-def simulate(tasks: Sequence[Task], widths: Sequence[float], capacities: Shares | None = None) -> Times:
+def simulate(tasks: Sequence[SimulatedTask], widths: Sequence[float], capacities: Shares | None = None) -> Times:
     """The times of tasks that are submitted in order, each of which begins as soon as it can.
 
     Args:
@@ -142,7 +142,7 @@ class _Group:
 class _Simulation:
     """One simulation; the arguments are those of :func:`simulate`."""
 
-    def __init__(self, tasks: Sequence[Task], widths: Sequence[float], capacities: Shares) -> None:
+    def __init__(self, tasks: Sequence[SimulatedTask], widths: Sequence[float], capacities: Shares) -> None:
         count = len(tasks)
         self._tasks, self._now_s = tasks, 0.0
         self._times = Times([math.nan] * count, [math.nan] * count, [math.nan] * count)

@@ -22,7 +22,7 @@ from ...programs.stages import MessageKind, Resource, StageSpec
 from ...programs.steps import Level
 from ...traces.model_trace import Trace
 from ..machines.machine import Shared
-from .launches import Launch, has_no_hook, launches_of, messages_of
+from .launches import BucketLaunch, has_no_hook, launches_of, messages_of
 from .loads import loads_of
 from .priced_stages import PricedStage, cost_of, cost_without_hook, need_elsewhere
 from .pricing import Pricer
@@ -94,7 +94,7 @@ class Timeline:
     backward_s: float
     optimizer_s: float
     exposed_s: float
-    launches: tuple[Launch, ...] = field(repr=False)
+    launches: tuple[BucketLaunch, ...] = field(repr=False)
     phases: int
     capacities: Mapping[Shared, float] = field(repr=False)
     run: Run = field(repr=False, compare=False)
@@ -178,7 +178,7 @@ class Step:
 
     def __init__(
         self,
-        launches: Sequence[Launch],
+        launches: Sequence[BucketLaunch],
         messages: Sequence[Sequence[tuple[MessageSpec, tuple[PricedStage, ...]]]],
         whole: Whole,
         trace: Trace,
@@ -231,7 +231,7 @@ class Step:
             origins=self._origins,
         )
 
-    def _copied_s(self, launch: Launch) -> float:
+    def _copied_s(self, launch: BucketLaunch) -> float:
         """The seconds in which DDP copies averaged gradients out of a bucket, one bucket after the other."""
         if not (self._trace.copies_gradients and self._attached == Attached.DDP):
             return 0.0

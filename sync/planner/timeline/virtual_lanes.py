@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ...programs.lanes import BoundStage, Failed, LaneKey, Work, lane_key
 from ...programs.stages import Resource
-from .simulator import Need, Shares, Task, Times, simulate
+from .simulator import Need, Shares, SimulatedTask, Times, simulate
 
 S = TypeVar("S", bound=BoundStage)
 
@@ -58,7 +58,7 @@ class Run:
         times: their times.
     """
 
-    tasks: Sequence[Task]
+    tasks: Sequence[SimulatedTask]
     times: Times
 
     @property
@@ -99,7 +99,7 @@ class VirtualLanes(Generic[S]):
         self.cost, self._at_once = cost, at_once
         self._computes, self._submits = computes or {}, submits or {}
         self.submitted: list[Submitted[S]] = []
-        self.tasks: list[Task] = []
+        self.tasks: list[SimulatedTask] = []
         self._widths = [1, math.inf]
         self._lanes: dict[LaneKey, VirtualLane[S]] = {}
         self._asked: dict[tuple[Resource, int, int], VirtualLane[S]] = {}
@@ -152,7 +152,7 @@ class VirtualLanes(Generic[S]):
 
     def add(self, lane: int, need: Need, after: tuple[int, ...]) -> int:
         """Add a task, and return its number."""
-        self.tasks.append(Task(lane, need, after))
+        self.tasks.append(SimulatedTask(lane, need, after))
         return len(self.tasks) - 1
 
     def elsewhere(self, lane: Hashable, need: Need, after: tuple[int, ...]) -> int:

@@ -23,7 +23,7 @@ from ...programs.stages import StageKind
 from ...programs.steps import Place
 from ...resources.feedback import Feedback
 from ...resources.memory_spaces import Places
-from .fits import Sample, coefficients_of, excess
+from .fits import LaunchSample, coefficients_of, excess
 from .launches import ALIGN, Case, Work, bound
 from .memory import Arena
 from .session import Session
@@ -185,14 +185,14 @@ def _model(
     )
 
 
-def _samples(method: Method, cases: Sequence[Case], found: Sequence[Timed]) -> list[Sample]:
+def _samples(method: Method, cases: Sequence[Case], found: Sequence[Timed]) -> list[LaunchSample]:
     return [_sample(method, case, seconds) for case, (seconds, _) in zip(cases, found, strict=True)]
 
 
-def _sample(method: Method, case: Case, seconds: float) -> Sample:
+def _sample(method: Method, case: Case, seconds: float) -> LaunchSample:
     elements = case.units * case.numel
     sides = 0.0 if isinstance(method, Compressor) else float(case.units * sum(case.shape))
-    return Sample(case.units, elements, case.sources, seconds, sides)
+    return LaunchSample(case.units, elements, case.sources, seconds, sides)
 
 
 # -------------------------------------------------------------------- low-rank methods

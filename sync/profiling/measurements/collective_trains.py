@@ -19,7 +19,7 @@ from ...communication.ranks import OutOfTime
 from ...messages.exchanges import Exchange
 from ...planner.machines.curves import CollectiveCurve
 from ...programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Level, Place, Reduce
-from .fits import APART, Point, averaged, curve_of, quietest
+from .fits import APART, CallCost, averaged, curve_of, quietest
 from .session import Session
 from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 
@@ -135,7 +135,7 @@ class CollectiveTrains:
         for nbytes, moments in self._found.items():
             found = self._cost(moments)
             wire = wire_nbytes(self.step, nbytes, topology)
-            points.append(Point(wire, found.wall_s, found.cores_s, found.apart))
+            points.append(CallCost(wire, found.wall_s, found.cores_s, found.apart))
         return CollectiveCurve(type(self.step).__name__, self.step.level, self.place, curve_of(points))
 
     def _take_turns(self, sizes: Sequence[int]) -> None:

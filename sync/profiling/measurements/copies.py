@@ -9,7 +9,7 @@ import torch
 
 from ...planner.machines.curves import CopyCurve
 from ...planner.machines.machine import Shared
-from .fits import Point, curve_of, typical
+from .fits import CallCost, curve_of, typical
 from .memory import Arena
 from .session import Session
 from .stopwatch import Stopwatch
@@ -32,7 +32,7 @@ def measure_copies(session: Session, arena: Arena, resource: Shared) -> CopyCurv
     points = []
     for nbytes, found in zip(sizes, zip(*rounds[1:], strict=True), strict=True):
         walls, cores = zip(*found, strict=True)
-        points.append(Point(nbytes, *session.ranks.slowest([typical(walls), typical(cores)])))
+        points.append(CallCost(nbytes, *session.ranks.slowest([typical(walls), typical(cores)])))
     return CopyCurve(resource, curve_of(points))
 
 

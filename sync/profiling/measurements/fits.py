@@ -19,7 +19,7 @@ _TINY = 1e-12  # gradients of a least-squares problem with columns of length 1 b
 
 
 @dataclass(frozen=True)
-class Point:
+class CallCost:
     """The cost of one call.
 
     Attributes:
@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sample:
+class LaunchSample:
     """The seconds of one launch of a codec.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sample:
     sides: float = 0.0
 
 
-def curve_of(points: Sequence[Point]) -> Curve:
+def curve_of(points: Sequence[CallCost]) -> Curve:
     """The curve through points, at least one, made not to fall.
 
     Its error is the median relative one at every size but the first, each held out in turn; the last size is
@@ -68,12 +68,12 @@ def curve_of(points: Sequence[Point]) -> Curve:
     return _curve_through(ordered, _error_of(ordered))
 
 
-def _curve_through(points: Sequence[Point], error: float | None = None) -> Curve:
+def _curve_through(points: Sequence[CallCost], error: float | None = None) -> Curve:
     walls, cores = rising([each.wall_s for each in points]), rising([each.cores_s for each in points])
     return Curve(tuple(each.nbytes for each in points), tuple(walls), tuple(cores), error)
 
 
-def _error_of(points: Sequence[Point]) -> float | None:
+def _error_of(points: Sequence[CallCost]) -> float | None:
     if len(points) < 3:
         return None
     measured = np.array([each.wall_s for each in points[1:]])
@@ -91,7 +91,7 @@ def _error_of(points: Sequence[Point]) -> float | None:
     return max(errors)
 
 
-def _from_others(points: Sequence[Point], held: int) -> float:
+def _from_others(points: Sequence[CallCost], held: int) -> float:
     """The seconds of a point that the curve through the others tells."""
     others = _curve_through([*points[:held], *points[held + 1 :]])
     return float(others.wall(np.array([points[held].nbytes]))[0])
@@ -102,7 +102,7 @@ class Quietest:
     """The typical cost of a call at the moments at which it took least.
 
     Attributes:
-        wall_s, cores_s, apart: as for :class:`Point`.
+        wall_s, cores_s, apart: as for :class:`CallCost`.
     """
 
     wall_s: float
@@ -158,7 +158,7 @@ def rising(values: Sequence[float]) -> list[float]:
     return [mean for mean, count in pools for _ in range(count)]
 
 
-def coefficients_of(samples: Sequence[Sample]) -> tuple[Coefficients, float | None]:
+def coefficients_of(samples: Sequence[LaunchSample]) -> tuple[Coefficients, float | None]:
     """The coefficients with the least relative error for all samples, and that error at held-out sizes.
 
     Every number of elements but the first and the last is held out once. The error is the median relative one of the
@@ -166,7 +166,7 @@ def coefficients_of(samples: Sequence[Sample]) -> tuple[Coefficients, float | No
     counts as one. It is ``None`` with fewer than three numbers of elements.
     """
     fitted = _fitted(samples)
-    out: list[Sample] = []
+    out: list[LaunchSample] = []
     predicted: list[float] = []
     for size in sorted({each.elements for each in samples})[1:-1]:
         held = [each for each in samples if each.elements == size]
@@ -186,36 +186,36 @@ def _median_error(predicted: Floats, measured: Floats, shortest_s: float) -> flo
     return float(np.median(errors))
 
 
-def excess(coefficients: Coefficients, samples: Sequence[Sample]) -> list[float]:
+def excess(coefficients: Coefficients, samples: Sequence[LaunchSample]) -> list[float]:
     """The part by which every sample takes longer than coefficients say; negative if it takes less."""
     ratios: list[float] = (_seconds(samples) / _predicted(coefficients, samples) - 1.0).tolist()
     return ratios
 
 
-def _fitted(samples: Sequence[Sample]) -> Coefficients:
+def _fitted(samples: Sequence[LaunchSample]) -> Coefficients:
     sizes = sorted({each.elements for each in samples})
     knees = sizes[1:-2] or [sizes[-1]]  # two sizes beyond a knee, so that no single one decides
     found = [_fitted_with(samples, float(knee)) for knee in knees]
     return min(found, key=lambda each: float(np.sum(np.square(_predicted(each, samples) / _seconds(samples) - 1.0))))
 
 
-def _fitted_with(samples: Sequence[Sample], knee: float) -> Coefficients:
+def _fitted_with(samples: Sequence[LaunchSample], knee: float) -> Coefficients:
     """The non-negative coefficients for a knee, by least squares of relative errors."""
     columns = _features(samples, knee) / _seconds(samples)[:, None]
     values = non_negative_least_squares(columns, np.ones(len(samples)))
     return Coefficients(*map(float, (*values, knee)))
 
 
-def _features(samples: Sequence[Sample], knee: float) -> Floats:
+def _features(samples: Sequence[LaunchSample], knee: float) -> Floats:
     rows = np.array([[each.units, each.elements, each.sources, each.sides] for each in samples], dtype=np.float64)
     return features_of(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], knee)
 
 
-def _seconds(samples: Sequence[Sample]) -> Floats:
+def _seconds(samples: Sequence[LaunchSample]) -> Floats:
     return np.array([each.seconds for each in samples])
 
 
-def _predicted(coefficients: Coefficients, samples: Sequence[Sample]) -> Floats:
+def _predicted(coefficients: Coefficients, samples: Sequence[LaunchSample]) -> Floats:
     rows = np.array([[each.units, each.elements, each.sources, each.sides] for each in samples], dtype=np.float64)
     return coefficients.seconds(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3])
 

@@ -15,7 +15,7 @@ KI, MI = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
-class Extent:
+class MeasurementExtent:
     """How much is measured.
 
     Attributes:
@@ -48,11 +48,11 @@ class Extent:
     far_caches: float = 4.0
 
     @staticmethod
-    def of(seconds: float) -> Extent:
+    def of(seconds: float) -> MeasurementExtent:
         """The extent for a budget: less in everything below 30 seconds."""
         if seconds >= 30:
-            return Extent()
-        return Extent(
+            return MeasurementExtent()
+        return MeasurementExtent(
             largest_nbytes=16 * MI,
             longest_s=0.06,
             curve_s=0.7,
@@ -83,7 +83,7 @@ class Session:
     budget: Budget
     places: Places
     topology: Topology
-    extent: Extent
+    extent: MeasurementExtent
     progress: Callable[[float, str], object]
     clock: Callable[[], float] = time.perf_counter
     left_out: list[str] = field(default_factory=list)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ...communication.communicators import Communicators
-from ...communication.links import Link
+from ...communication.links import RankConnections
 from ...messages.collectives import bind_hop, bind_payload_collective, bind_raw_collective
 from ...messages.exchanges import Exchange
 from ...messages.message import DenseMessage, Wait
@@ -73,7 +73,7 @@ def _average(nbytes: int, communicators: Communicators) -> Exchange:
 
 
 def _bound(
-    step: Collective, nbytes: int, link: Link, communicators: Communicators, place: Place, root: int
+    step: Collective, nbytes: int, link: RankConnections, communicators: Communicators, place: Place, root: int
 ) -> Exchange:
     places = communicators.places
     chunk = max(nbytes // link.ranks // _ALIGN, 1) * _ALIGN

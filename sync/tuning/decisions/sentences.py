@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...plans.numbers import change, duration, plural, three_digits, two_digits, volume, whole_percent
-from .tried import Recorded, Rule, Tried, waiting_s, why_not_more
+from .tried import AccuracyRule, PlainSteps, Tried, waiting_s, why_not_more
 
 PLAIN = "plain averaging"
 
@@ -81,7 +81,9 @@ def tries(plans: Sequence[tuple[str, float | None]], found_s: float) -> str:
     return f"{found}, to take turns with {PLAIN}: {'; '.join(named)}"
 
 
-def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule: Rule, next_rule: Rule | None) -> str:
+def compresses(
+    recorded: PlainSteps, winner: Tried, others: Sequence[Tried], rule: AccuracyRule, next_rule: AccuracyRule | None
+) -> str:
     """The sentence when a plan that compresses has won.
 
     Args:
@@ -101,7 +103,7 @@ def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule:
     return "; ".join([_measured(recorded), chosen, *_others(others), why])
 
 
-def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule, how: str = "without a hook") -> str:
+def stays_plain(recorded: PlainSteps, tried: Sequence[Tried], rule: AccuracyRule, how: str = "without a hook") -> str:
     """The sentence when no plan has won.
 
     Args:
@@ -133,7 +135,7 @@ def uncertain(notes: Sequence[str]) -> str:
     return f"predictions are uncertain, trials decide: {'; '.join(notes[:3])}{more}"
 
 
-def _measured(recorded: Recorded) -> str:
+def _measured(recorded: PlainSteps) -> str:
     return f"{plural(recorded.buckets, 'bucket')}, {volume(recorded.nbytes)}; plain {duration(recorded.plain_s)}"
 
 

@@ -9,17 +9,19 @@ from collections.abc import Sequence
 
 from ...plans.numbers import change, duration, plural, three_digits, whole_percent
 from .sentences import PLAIN, listed
-from .tried import Recorded, Rule, Tried, waiting_s, why_not_more
+from .tried import AccuracyRule, PlainSteps, Tried, waiting_s, why_not_more
 
 
-def compresses(recorded: Recorded, winner: Tried, others: Sequence[Tried], rule: Rule, next_rule: Rule | None) -> str:
+def compresses(
+    recorded: PlainSteps, winner: Tried, others: Sequence[Tried], rule: AccuracyRule, next_rule: AccuracyRule | None
+) -> str:
     """The sentences when a plan that compresses has won. The arguments are those of
     :func:`~gckernels.sync.tuning.decisions.sentences.compresses`."""
     among = f"The fastest of {len(others) + 1} plans" if others else "The plan that was found"
     return f"{among}: {winner.plan}. {_capitalised(why_not_more(recorded, winner, rule, next_rule))}."
 
 
-def stays_plain(recorded: Recorded, tried: Sequence[Tried], rule: Rule) -> str:
+def stays_plain(recorded: PlainSteps, tried: Sequence[Tried], rule: AccuracyRule) -> str:
     """The sentences when no plan has won. The arguments are those of
     :func:`~gckernels.sync.tuning.decisions.sentences.stays_plain`."""
     if not tried:

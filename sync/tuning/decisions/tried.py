@@ -13,7 +13,7 @@ _BARE = 0.05
 
 
 @dataclass(frozen=True)
-class Recorded:
+class PlainSteps:
     """Plain steps that were measured.
 
     Attributes:
@@ -61,7 +61,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AccuracyRule:
     """The rule of accuracy.
 
     Attributes:
@@ -78,7 +78,7 @@ class Rule:
         return "allowed by the list" if self.error is None else f"of {two_digits(self.error)} allowed"
 
 
-def why_not_more(recorded: Recorded, winner: Tried, rule: Rule, next_rule: Rule | None) -> str:
+def why_not_more(recorded: PlainSteps, winner: Tried, rule: AccuracyRule, next_rule: AccuracyRule | None) -> str:
     """Why a plan does not gain more, as a sentence without its capital. The arguments are those of
     :func:`~gckernels.sync.tuning.decisions.sentences.compresses`."""
     bare_s = recorded.bare_s
@@ -92,7 +92,7 @@ def why_not_more(recorded: Recorded, winner: Tried, rule: Rule, next_rule: Rule 
     return f"{waits}no faster plan that the rule {rule.name} allows was found"
 
 
-def waiting_s(recorded: Recorded) -> float | None:
+def waiting_s(recorded: PlainSteps) -> float | None:
     """The seconds of a plain step that wait for communication, if they are too few to gain anything; else ``None``."""
     if recorded.bare_s is None or recorded.plain_s - recorded.bare_s >= _BARE * recorded.plain_s:
         return None

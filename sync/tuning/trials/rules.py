@@ -31,7 +31,7 @@ MORE = 400
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """A part of the training that is tuned by one rule of accuracy.
 
     Attributes:
@@ -60,7 +60,7 @@ class Stage:
         return f"{self.name}: {', '.join(map(str, allowed))}"
 
 
-def rule_at(stages: Sequence[Stage], step: int) -> Stage:
+def rule_at(stages: Sequence[Phase], step: int) -> Phase:
     """The rule that holds at a step. Before the first one begins, nothing may be compressed.
 
     Args:
@@ -68,10 +68,10 @@ def rule_at(stages: Sequence[Stage], step: int) -> Stage:
         step: the number of the step.
     """
     begun = [stage for stage in stages if stage.first_step <= step]
-    return begun[-1] if begun else Stage(f"exact until step {stages[0].first_step:,}", Accuracy(0.0), 0)
+    return begun[-1] if begun else Phase(f"exact until step {stages[0].first_step:,}", Accuracy(0.0), 0)
 
 
-def refusal(plan: Plan, trace: Trace, stage: Stage) -> str:
+def refusal(plan: Plan, trace: Trace, stage: Phase) -> str:
     """The reason why a rule does not allow a plan, as a clause; empty if it allows it.
 
     Args:
@@ -89,7 +89,7 @@ def refusal(plan: Plan, trace: Trace, stage: Stage) -> str:
     return f"the rule {stage.name} does not allow {', '.join(refused)}" if refused else ""
 
 
-def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int = 0) -> tuple[Stage, ...]:
+def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int = 0) -> tuple[Phase, ...]:
     """The stages of a training, in order.
 
     An aggressive rule is preceded by a safe one, if there is time to tune that.
@@ -105,11 +105,11 @@ def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int 
     rule = as_accuracy(accuracy)
     name = accuracy if isinstance(accuracy, str) else "given by a list" if rule.named is not None else f"{rule.limit:g}"
     late = start_step(rule, steps)
-    last = Stage(name, rule, max(late, first_step))
+    last = Phase(name, rule, max(late, first_step))
     if late < first_step + 2 * STEPS:
         return (last,)
     safe = as_accuracy("safe" if rule.named is None else [method for method in rule.named if is_safe(method)])
-    return (Stage("safe", safe, first_step), last)
+    return (Phase("safe", safe, first_step), last)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Rules:
         model: a trace of the model without times and errors.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[Phase, ...]
     model: Trace
 
     def refusal(self, plan: Plan, step: int, trace: Trace | None = None) -> str:

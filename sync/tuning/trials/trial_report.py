@@ -11,8 +11,8 @@ from ...stats.decisions import Decision
 from ...traces.model_trace import Trace
 from ..decisions import short_sentences
 from ..decisions.sentences import compresses, stays_plain
-from ..decisions.tried import REFINED, Recorded, Rule, Tried
-from .rules import Stage
+from ..decisions.tried import REFINED, AccuracyRule, PlainSteps, Tried
+from .rules import Phase
 from .trial_runner import Played
 from .trials import PLAIN
 
@@ -24,7 +24,7 @@ def outcome(
     trace: Trace,
     arms: Sequence[Plan],
     found: Played,
-    stages: Sequence[Stage],
+    stages: Sequence[Phase],
     world_size: int,
     attached: Attached,
 ) -> Decision:
@@ -43,7 +43,7 @@ def outcome(
     winner, plain_s = trials.winner, trials.median_s(PLAIN)
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
     bare_s = trace.forward_s + trace.backward_s + trace.optimizer_s
-    recorded = Recorded(max(len(trace.buckets), 1), nbytes, plain_s, bare_s)
+    recorded = PlainSteps(max(len(trace.buckets), 1), nbytes, plain_s, bare_s)
     rules = [_rule(stage) for stage in stages[:2]]
     tried = {
         arm: _tried(arms[arm], trials.median_s(arm), world_size, sent_nbytes)
@@ -76,8 +76,8 @@ def _finite(seconds: float) -> float | None:
     return seconds if math.isfinite(seconds) else None
 
 
-def _rule(stage: Stage) -> Rule:
-    return Rule(stage.name, stage.accuracy.largest)
+def _rule(stage: Phase) -> AccuracyRule:
+    return AccuracyRule(stage.name, stage.accuracy.largest)
 
 
 def _tried(plan: Plan, measured_s: float, world_size: int, sent_nbytes: float) -> Tried:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from ...resources.error_probe import Readings, Watch
+from ...resources.error_probe import ProbeSchedule, Readings
 from .drift import WINDOW
 from .guard import Reading
 
@@ -78,7 +78,7 @@ class Monitor:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        watch: Watch | None = None,
+        watch: ProbeSchedule | None = None,
         keys: tuple[str, ...] = (),
         low_rank: tuple[str, ...] = (),
         window: int = WINDOW,

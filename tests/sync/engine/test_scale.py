@@ -34,7 +34,7 @@ from gckernels.sync import (
     ring,
 )
 from gckernels.sync.communication.communicators import DryCommunicators
-from gckernels.sync.communication.links import Link
+from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives
 from gckernels.testing.one_of_many import built, transformer
 
@@ -71,7 +71,9 @@ class Asked(DryCommunicators):
     def averaging(self) -> Any:
         return Group(0, Level.FLAT, 0)
 
-    def link(self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE) -> Link:
+    def link(
+        self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
+    ) -> RankConnections:
         link: Any = super().link(phase, level, channel, place)
         return replace(link, group=Group(phase, level, channel, place))
 

@@ -18,7 +18,7 @@ from audits import Run, train
 from gckernels import sync
 from gckernels.sync import PROGRAMS, attach, ring, trace
 from gckernels.sync.engine import tracing
-from gckernels.sync.engine.tracing import Recorder
+from gckernels.sync.engine.tracing import TimelineRecorder
 from gckernels.sync.messages.message import Message, Stage
 from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource, StageKind, StageSpec
 from gckernels.sync.resources.lanes import DeviceLanes
@@ -162,11 +162,11 @@ def train_untraced() -> None:
     def never(*arguments: Any) -> None:
         raise AssertionError("recorded without a trace")
 
-    recording, Recorder.observe = Recorder.observe, never  # type: ignore[method-assign]
+    recording, TimelineRecorder.observe = TimelineRecorder.observe, never  # type: ignore[method-assign]
     try:
         train(Run("BlockQuant", "alltoall", steps=3))
     finally:
-        Recorder.observe = recording  # type: ignore[method-assign]
+        TimelineRecorder.observe = recording  # type: ignore[method-assign]
 
 
 def test_without_a_trace_nothing_is_recorded():
@@ -208,7 +208,7 @@ def test_the_exception_goes_on_where_nothing_can_be_written(tmp_path):
 
 
 def test_work_that_fails_is_recorded():
-    recorder, lanes = Recorder(0), DeviceLanes(torch.device("cpu"))
+    recorder, lanes = TimelineRecorder(0), DeviceLanes(torch.device("cpu"))
 
     def fail() -> None:
         time.sleep(0.01)
@@ -250,7 +250,7 @@ def test_traces_do_not_nest(tmp_path):
 
 
 def test_lanes_are_in_the_order_in_which_messages_pass_them():
-    recorder, lanes = Recorder(0), DeviceLanes(torch.device("cpu"))
+    recorder, lanes = TimelineRecorder(0), DeviceLanes(torch.device("cpu"))
     lanes.close()
     message = Message()
     message.keys = ()
@@ -267,7 +267,7 @@ def test_lanes_are_in_the_order_in_which_messages_pass_them():
 
 
 def test_averages_that_overlap_are_in_rows_of_their_own():
-    recorder, lanes = Recorder(0), DeviceLanes(torch.device("cpu"))
+    recorder, lanes = TimelineRecorder(0), DeviceLanes(torch.device("cpu"))
     (spec,) = IN_PLACE_STAGES
     lane, message, ends = lanes.lane(Resource.AVERAGE, 0), Message(), [torch.futures.Future() for _ in range(3)]
     message.keys = ()
@@ -291,7 +291,7 @@ def test_averages_that_overlap_are_in_rows_of_their_own():
 @pytest.mark.gpu
 def test_streams():
     device = torch.device("cuda")
-    recorder, lanes = Recorder(0), DeviceLanes(device)
+    recorder, lanes = TimelineRecorder(0), DeviceLanes(device)
     lane, other = (lanes.lane(Resource.COMPUTE, phase) for phase in range(2))
     message, values = Message(), torch.zeros(1 << 24, device=device)
     message.keys = ("a",)

@@ -16,7 +16,7 @@ import gckernels
 from gckernels import sync
 from gckernels.compressor import Compressor
 from gckernels.sync import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, Synchronizer, attach, ring
-from gckernels.sync.communication.links import Link
+from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives, encoded
 from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
@@ -95,13 +95,13 @@ class Wire:
             patch.setattr(dist, name, self._sending(name, getattr(dist, name)))
 
     def _exchanging(self, name: str, bind: Callable[..., Exchange]) -> Callable[..., Exchange]:
-        def bound(link: Link, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+        def bound(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
             return self._damaging(name, bind(link, sent, received), sent)
 
         return bound
 
     def _hopping(self, bind: Callable[..., tuple[torch.Tensor, Exchange]]) -> Callable[..., Any]:
-        def bound(buffer: torch.Tensor, link: Link) -> tuple[torch.Tensor, Exchange]:
+        def bound(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor, Exchange]:
             received, exchange = bind(buffer, link)
             return received, self._damaging("hop", exchange, buffer)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import gckernels
 from gckernels.sync.predictive import measuring, searching
 from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.tracing.recorder import Recorder
+from gckernels.sync.tracing.recorder import ModelTracer
 from gckernels.sync.tuning.attachment import Attachment
 from models import build
 from ranks import run_ranks, values_of
@@ -24,7 +24,7 @@ TIMES_S = {PLAIN: 1.0, "four": 0.5}
 POINTS = {
     "profile": (measuring, "measured_or_kept"),
     "recorder": (searching, "Recorder"),
-    "errors": (Recorder, "errors"),
+    "errors": (ModelTracer, "errors"),
     "trace": (searching.Recorder, "trace"),
     "proposal": (searching, "proposal"),
     "reading": (Proposal, "from_text"),

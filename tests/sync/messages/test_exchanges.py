@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gckernels.sync import Level, Place, Topology
 from gckernels.sync.communication.collectives import all_gather
 from gckernels.sync.communication.communicators import Communicators
-from gckernels.sync.communication.links import ONE_WAY_NBYTES, Link
+from gckernels.sync.communication.links import ONE_WAY_NBYTES, RankConnections
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs.lanes import IN_FLIGHT
@@ -71,7 +71,7 @@ def test_exchanges_give_the_bytes_of_collectives(ranks):
         assert wrong == {"gather": [], "all-to-all": [], "hop": []}
 
 
-class Recorded(Link):
+class Recorded(RankConnections):
     """A link that notes which groups carry data from whom to whom."""
 
     def __init__(self, ranks: int, index: int) -> None:

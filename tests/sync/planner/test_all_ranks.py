@@ -18,7 +18,7 @@ from gckernels.sync import PROGRAMS, Level, Place, Plan, Program, Topology, Unit
 from gckernels.sync.planner.machines.machine import Shared
 from gckernels.sync.planner.timeline.launches import launches_of, messages_of
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.planner.timeline.simulator import Need, Task, simulate
+from gckernels.sync.planner.timeline.simulator import Need, SimulatedTask, simulate
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
 from gckernels.sync.programs.layouts import Capabilities, propagate
@@ -45,7 +45,7 @@ class Cluster:
     def add(self, queues: list[object], need: Need, after: set[int]) -> int:
         """A task that waits for its turn in all of its queues."""
         before = after.union(*(self.queues[queue] for queue in queues))
-        self.tasks.append(Task(len(self.tasks), need, tuple(sorted(before))))
+        self.tasks.append(SimulatedTask(len(self.tasks), need, tuple(sorted(before))))
         for queue in queues:
             self.queues[queue] = (len(self.tasks) - 1,)
         return len(self.tasks) - 1

@@ -10,7 +10,15 @@ import itertools
 
 import pytest
 
-from gckernels.sync.planner.published.closed_forms import Link, crossover, power_sgd, reduced, sign_sgd, sync_sgd, top_k
+from gckernels.sync.planner.published.closed_forms import (
+    RingLink,
+    crossover,
+    power_sgd,
+    reduced,
+    sign_sgd,
+    sync_sgd,
+    top_k,
+)
 
 BACKWARD_S, NBYTES = 0.122, 97e6  # ResNet-50, batch 64, one V100
 CODEC_S = {"r4": 0.045, "r8": 0.064, "r16": 0.130, "top 1%": 0.240, "top 10%": 0.289, "top 20%": 0.295, "sign": 0.01634}
@@ -39,17 +47,17 @@ def compressed(method, link, backward_s=BACKWARD_S, nbytes=NBYTES):
 )
 def test_64_ranks_take_what_the_formulas_say(method, milliseconds):
     for gbit, expected in zip((1, 5, 10, 25, 100), milliseconds, strict=True):
-        link = Link(64, gbit * 1e9)
+        link = RingLink(64, gbit * 1e9)
         form = sync_sgd(BACKWARD_S, NBYTES, link) if method is None else compressed(method, link)
         assert round(form.step_s * 1e3) == expected
 
 
 def test_power_sgd_pays_below_9_gbit():
     def plain(bandwidth):
-        return sync_sgd(BACKWARD_S, NBYTES, Link(64, bandwidth))
+        return sync_sgd(BACKWARD_S, NBYTES, RingLink(64, bandwidth))
 
     def factors(bandwidth):
-        return compressed("r4", Link(64, bandwidth))
+        return compressed("r4", RingLink(64, bandwidth))
 
     found = crossover(plain, factors, 1e9, 1e11)
     assert found is not None and round(found / 1e9, 1) == 9.0
@@ -59,7 +67,7 @@ def test_power_sgd_pays_below_9_gbit():
 
 
 def test_latency_counts_once_for_each_other_rank():
-    slow, fast = Link(9, 1e9, latency_s=1e-3), Link(9, 1e9)
+    slow, fast = RingLink(9, 1e9, latency_s=1e-3), RingLink(9, 1e9)
     assert slow.allreduce_s(1000) - fast.allreduce_s(1000) == pytest.approx(8e-3)
     assert slow.allgather_s(1000) - fast.allgather_s(1000) == pytest.approx(8e-3)
     for form, collectives in ((power_sgd, 2), (top_k, 2)):
@@ -69,13 +77,13 @@ def test_latency_counts_once_for_each_other_rank():
 
 
 def test_one_rank_sends_nothing():
-    link = Link(1, 1e9, latency_s=1.0)
+    link = RingLink(1, 1e9, latency_s=1.0)
     assert sync_sgd(0.1, 1e9, link, slowdown=1.0).step_s == pytest.approx(0.1)
     assert compressed("sign", link).communicate_s == 0.0
 
 
 def test_buckets_hide_behind_backward():
-    link = Link(2, 8e9)  # 1 GB/s: an all-reduce of 25 MB takes 25 ms
+    link = RingLink(2, 8e9)  # 1 GB/s: an all-reduce of 25 MB takes 25 ms
     form = sync_sgd(1.0, 60e6, link, slowdown=1.1)
     assert form.hidden_s == pytest.approx(0.050)  # two buckets of 25 MB
     assert form.step_s == pytest.approx(1.1 + 0.010)
@@ -84,10 +92,10 @@ def test_buckets_hide_behind_backward():
 
 
 def test_parts_add_up():
-    form = sync_sgd(BACKWARD_S, NBYTES, Link(16, 1e10))
+    form = sync_sgd(BACKWARD_S, NBYTES, RingLink(16, 1e10))
     assert form.step_s == form.compute_s + form.codec_s + form.communicate_s - form.hidden_s
     assert 0 < form.hidden_s < form.communicate_s
-    assert reduced(0.1, 0.2, 1e6, Link(4, 8e6)).step_s == pytest.approx(0.3 + 1.5)
+    assert reduced(0.1, 0.2, 1e6, RingLink(4, 8e6)).step_s == pytest.approx(0.3 + 1.5)
 
 
 MODELS = {  # bytes of the gradients; seconds of backward for small, middle and usual batches, from ResNet-50's
@@ -105,8 +113,8 @@ def setups_that_pay(batch):
     return [
         (model, ranks, method)
         for model, ranks, method in setups
-        if compressed(method, Link(ranks, 1e10), MODELS[model][1][batch], MODELS[model][0]).step_s
-        < 0.9 * sync_sgd(MODELS[model][1][batch], MODELS[model][0], Link(ranks, 1e10)).step_s
+        if compressed(method, RingLink(ranks, 1e10), MODELS[model][1][batch], MODELS[model][0]).step_s
+        < 0.9 * sync_sgd(MODELS[model][1][batch], MODELS[model][0], RingLink(ranks, 1e10)).step_s
     ]
 
 
@@ -134,4 +142,4 @@ def test_larger_batches_need_less_compression():
 )
 def test_links_are_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Link(*arguments)
+        RingLink(*arguments)

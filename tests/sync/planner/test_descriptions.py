@@ -12,7 +12,7 @@ from gckernels import Compressor
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_names
 from gckernels.sync.planner.machines.machine import Machine, MachineError, Price, Shared
-from gckernels.sync.planner.machines.parts import Copies, Gpu, Host, Link
+from gckernels.sync.planner.machines.parts import Copies, DescribedLink, Gpu, Host
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import KINDS, Collective, Level, Place
 from gckernels.sync.programs.topology import Topology
@@ -29,7 +29,7 @@ def machine(machines: int = 4, devices: int = 2, cards: int = 2, gpu: bool = Tru
         "round",
         Topology(machines, devices),
         Host(cores=4, memory_byte_per_s=2e10, codec_byte_per_core_s=1e9, network_byte_per_core_s=2e9, call_s=1e-5),
-        {Shared.INTER: Link(1.6e10, 0.5, 1e-4, cards), Shared.INTRA: Link(8e10, 1.0, 1e-5, 1)},
+        {Shared.INTER: DescribedLink(1.6e10, 0.5, 1e-4, cards), Shared.INTRA: DescribedLink(8e10, 1.0, 1e-5, 1)},
         Gpu(memory_byte_per_s=1.25e11, codec_efficiency=0.8, launch_s=1e-6) if gpu else None,
         Copies(bandwidth_byte_per_s=1e10, latency_s=1e-5, shared_by=2) if gpu else None,
     )

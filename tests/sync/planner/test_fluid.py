@@ -8,13 +8,13 @@ from collections import defaultdict
 
 import pytest
 
-from gckernels.sync.planner.timeline.simulator import Need, Task, Times, simulate
+from gckernels.sync.planner.timeline.simulator import Need, SimulatedTask, Times, simulate
 
 WIDTHS = (1, 1, 2, math.inf)
 CAPACITIES = {"link": 1.0, "cores": 0.9, "copies": 1.0}
 
 
-def random_tasks(seed: int, count: int = 40) -> tuple[list[Task], list[float]]:
+def random_tasks(seed: int, count: int = 40) -> tuple[list[SimulatedTask], list[float]]:
     """Tasks of which a third load nothing, and some take no time at all."""
     draw = random.Random(seed)
     widths = [draw.choice(WIDTHS) for _ in range(draw.randint(2, 7))]
@@ -24,11 +24,11 @@ def random_tasks(seed: int, count: int = 40) -> tuple[list[Task], list[float]]:
         shares = {key: draw.choice((1.0, draw.uniform(0.05, 1.0))) for key in keys}
         need = Need(draw.choice((0.0, draw.random())), draw.choice((0.0, draw.random(), 1.0)), shares)
         after = draw.sample(range(number), min(number, draw.choice((0, 0, 1, 2))))
-        tasks.append(Task(draw.randrange(len(widths)), need, tuple(after)))
+        tasks.append(SimulatedTask(draw.randrange(len(widths)), need, tuple(after)))
     return tasks, widths
 
 
-def without_sharing(tasks: list[Task], widths: list[float]) -> list[float]:
+def without_sharing(tasks: list[SimulatedTask], widths: list[float]) -> list[float]:
     """The ends of tasks, each computed from those before it in its lane. Nothing slows anything down."""
     lanes: dict[int, list[tuple[float, float]]] = defaultdict(list)  # starts and ends
     ends: list[float] = []
@@ -42,7 +42,7 @@ def without_sharing(tasks: list[Task], widths: list[float]) -> list[float]:
     return ends
 
 
-def step_by_step(tasks: list[Task], widths: list[float], capacities: dict[str, float]) -> list[float]:
+def step_by_step(tasks: list[SimulatedTask], widths: list[float], capacities: dict[str, float]) -> list[float]:
     """The ends of tasks. Everything is looked at again after each event."""
     count, now = len(tasks), 0.0
     latency: dict[int, float] = {}  # the rest, in seconds
@@ -101,7 +101,7 @@ def test_with_sharing_a_plain_simulation_finds_the_same(seed):
 # -------------------------------------------------------------------- worked examples
 
 
-def run(*tasks: Task, widths: tuple[float, ...] = (1, 1, 1, 1), **capacities: float) -> Times:
+def run(*tasks: SimulatedTask, widths: tuple[float, ...] = (1, 1, 1, 1), **capacities: float) -> Times:
     return simulate(tasks, widths, capacities)
 
 
@@ -109,24 +109,29 @@ def test_two_tasks_halve_their_speed_while_both_run():
     """Until 2 the first has the link alone. Both then run at half speed until the second ends at 4, and the rest of the
     first takes one more second."""
     ends = run(
-        Task(0, Need(0, 4, {"link": 1})), Task(1, Need(0, 2)), Task(1, Need(0, 1, {"link": 1}), (1,)), link=1
+        SimulatedTask(0, Need(0, 4, {"link": 1})),
+        SimulatedTask(1, Need(0, 2)),
+        SimulatedTask(1, Need(0, 1, {"link": 1}), (1,)),
+        link=1,
     ).end_s
     assert ends == [5.0, 2.0, 4.0]
 
 
 def test_small_shares_fit_beside_each_other():
     half = Need(0, 3, {"cores": 0.5})
-    assert run(Task(0, half), Task(1, half), cores=1).end_s == [3.0, 3.0]
-    assert run(Task(0, half), Task(1, half), Task(2, half), cores=1).end_s == pytest.approx([4.5, 4.5, 4.5])
-    assert run(Task(0, half), Task(1, half), Task(2, half), cores=2).end_s == [3.0, 3.0, 3.0]
+    assert run(SimulatedTask(0, half), SimulatedTask(1, half), cores=1).end_s == [3.0, 3.0]
+    assert run(SimulatedTask(0, half), SimulatedTask(1, half), SimulatedTask(2, half), cores=1).end_s == pytest.approx(
+        [4.5, 4.5, 4.5]
+    )
+    assert run(SimulatedTask(0, half), SimulatedTask(1, half), SimulatedTask(2, half), cores=2).end_s == [3.0, 3.0, 3.0]
 
 
 def test_a_task_is_as_slow_as_its_slowest_resource_and_then_loads_the_others_less():
     """The first needs link and copies, the second and third copies alone. All run at a third of their speed, so the
     link is busy for a third of the time, and the fourth, with two thirds of it, has all that it wants."""
     ends = run(
-        *(Task(0, Need(0, 1, {"link": 1, "copies": 1})), Task(1, Need(0, 1, {"copies": 1}))),
-        *(Task(2, Need(0, 1, {"copies": 1})), Task(3, Need(0, 1))),
+        *(SimulatedTask(0, Need(0, 1, {"link": 1, "copies": 1})), SimulatedTask(1, Need(0, 1, {"copies": 1}))),
+        *(SimulatedTask(2, Need(0, 1, {"copies": 1})), SimulatedTask(3, Need(0, 1))),
         link=1,
         copies=1,
     ).end_s
@@ -137,25 +142,27 @@ def test_a_share_above_the_capacity_slows_others_down_but_not_a_task_alone():
     """While backward has the cores for itself it takes its time, and so does the codec behind it. The codec beside it
     takes 1.5 seconds from it for each of its own."""
     backward, codec = Need(0, 4, {"cores": 1}), Need(0, 1, {"cores": 1.5})
-    assert run(Task(0, backward), Task(1, codec, (0,)), cores=1).end_s == [4.0, 5.0]
-    assert run(Task(0, backward), Task(1, codec), cores=1).end_s == [5.5, 2.5]
+    assert run(SimulatedTask(0, backward), SimulatedTask(1, codec, (0,)), cores=1).end_s == [4.0, 5.0]
+    assert run(SimulatedTask(0, backward), SimulatedTask(1, codec), cores=1).end_s == [5.5, 2.5]
 
 
 def test_latency_passes_while_others_load():
     """As a part of a share, latency would slow both down: they would end at 4."""
-    ends = run(Task(0, Need(2, 1, {"link": 1})), Task(1, Need(0, 2, {"link": 1})), link=1).end_s
+    ends = run(SimulatedTask(0, Need(2, 1, {"link": 1})), SimulatedTask(1, Need(0, 2, {"link": 1})), link=1).end_s
     assert ends == [3.0, 2.0]
 
 
 def test_latencies_of_a_lane_add_up_and_those_of_two_lanes_do_not():
     """On two lanes the first two share the link from 1 to 7; the latencies of the others then pass together."""
     each = Need(1, 3, {"link": 1})
-    assert run(*[Task(0, each)] * 4, link=1).end_s == [4.0, 8.0, 12.0, 16.0]
-    assert run(Task(0, each), Task(1, each), Task(0, each), Task(1, each), link=1).end_s == [7.0, 7.0, 14.0, 14.0]
+    assert run(*[SimulatedTask(0, each)] * 4, link=1).end_s == [4.0, 8.0, 12.0, 16.0]
+    assert run(
+        SimulatedTask(0, each), SimulatedTask(1, each), SimulatedTask(0, each), SimulatedTask(1, each), link=1
+    ).end_s == [7.0, 7.0, 14.0, 14.0]
 
 
 def test_a_wide_lane_runs_several_tasks_that_share():
-    pair = [Task(0, Need(0, 2, {"link": 1}))] * 3
+    pair = [SimulatedTask(0, Need(0, 2, {"link": 1}))] * 3
     assert run(*pair, widths=(1,), link=1).end_s == [2.0, 4.0, 6.0]
     assert run(*pair, widths=(2,), link=1).end_s == [4.0, 4.0, 6.0]
 
@@ -165,8 +172,8 @@ def test_a_faster_link_can_make_a_step_longer():
     takes half of the cores, and everything ends 2 seconds later. No bound is broken: the link was not what limited."""
 
     def end_s(send_s: float) -> float:
-        decode, long = Task(1, Need(0, 2, {"cores": 1}), (0,)), Task(2, Need(0, 2, {"cores": 1}))
-        tasks = (Task(0, Need(0, send_s, {"link": 1})), decode, long, Task(2, Need(10)))
+        decode, long = SimulatedTask(1, Need(0, 2, {"cores": 1}), (0,)), SimulatedTask(2, Need(0, 2, {"cores": 1}))
+        tasks = (SimulatedTask(0, Need(0, send_s, {"link": 1})), decode, long, SimulatedTask(2, Need(10)))
         return max(run(*tasks, cores=1, link=1).end_s)
 
     assert (end_s(5.0), end_s(0.0)) == (12.0, 14.0)

@@ -7,7 +7,7 @@ import torch
 
 from gckernels import from_spec
 from gckernels.sync import PROGRAMS, Plan, UnitPlan
-from gckernels.sync.planner.timeline.launches import Launch, launches_of, messages_of
+from gckernels.sync.planner.timeline.launches import BucketLaunch, launches_of, messages_of
 from gckernels.sync.plans.plan import Attached, PlanError
 from gckernels.sync.programs.stages import MessageKind
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
@@ -33,7 +33,7 @@ def plan_of(trace: Trace, spec: str = "BlockQuant", program: str = "alltoall") -
     return Plan(tuple(unit(tensor.name, tensor.numel, spec, program) for tensor in reversed(trace.tensors)))
 
 
-def shown(launches: tuple[Launch, ...]) -> list[tuple[str, float]]:
+def shown(launches: tuple[BucketLaunch, ...]) -> list[tuple[str, float]]:
     return [("".join(each.plan.key for each in launch.units), launch.ready_s) for launch in launches]
 
 

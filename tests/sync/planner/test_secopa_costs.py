@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gckernels.sync.planner.published.secopa_costs import Decision, Exchange, decide, published_costs
+from gckernels.sync.planner.published.secopa_costs import Exchange, SecopaDecision, decide, published_costs
 
 NODES = (4, 8, 16)
 SERVER, RING = Exchange.SERVER, Exchange.RING
@@ -37,7 +37,7 @@ def restated(numel, nodes, exchange):
                 total += encodings * cost(ENCODE, raw) + decodings * cost(DECODE, sent)
             best[compress] = min(best[compress], (total, parts))
     compress = best[True][0] < best[False][0]
-    return Decision(compress, best[compress][1])
+    return SecopaDecision(compress, best[compress][1])
 
 
 @pytest.mark.parametrize("exchange", Exchange)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from gckernels.sync import Topology
 from gckernels.sync.communication.ranks import Budget, Ranks, TimedRanks
-from gckernels.sync.profiling.measurements.session import Extent, Session
+from gckernels.sync.profiling.measurements.session import MeasurementExtent, Session
 from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of
 
@@ -21,7 +21,7 @@ def cut_off(late: int) -> tuple[list[int], list[str], list[float]]:
     group = dist.distributed_c10d._get_default_group()
     budget = Budget(10.0, Ranks(group, CPU), lambda: now_s)
     ranks = TimedRanks(group, CPU, lambda: budget.is_over)
-    session = Session(ranks, budget, Places.of(CPU), Topology(2), Extent(), lambda share, name: None)
+    session = Session(ranks, budget, Places.of(CPU), Topology(2), MeasurementExtent(), lambda share, name: None)
     rounds = [0, 0, 0]
 
     def measure(part: int, most: int) -> None:

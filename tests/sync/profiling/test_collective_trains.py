@@ -13,7 +13,7 @@ from gckernels.sync import AllGather, AllReduce, Broadcast, Hop, Place, Topology
 from gckernels.sync.communication.ranks import OutOfTime
 from gckernels.sync.profiling.measurements import collective_trains
 from gckernels.sync.profiling.measurements.collective_trains import CollectiveTrains, doubt_slow
-from gckernels.sync.profiling.measurements.session import Extent
+from gckernels.sync.profiling.measurements.session import MeasurementExtent
 from gckernels.sync.profiling.measurements.trains import LONG_CALL_S, LONG_TRAIN
 from gckernels.sync.programs.steps import Collective
 
@@ -44,7 +44,7 @@ class Link:
     def trains(self, step: Collective = AVERAGE) -> CollectiveTrains:
         """The trains of a collective between two ranks that sends the bytes of its data."""
         session: Any = SimpleNamespace(
-            extent=Extent(),
+            extent=MeasurementExtent(),
             budget=SimpleNamespace(allows=lambda seconds: self.now_s + seconds <= self.until_s),
             ranks=SimpleNamespace(meet=lambda: None, slowest=list),
             places=SimpleNamespace(memory=lambda place: None),

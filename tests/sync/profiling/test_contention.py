@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gckernels.sync.planner.timeline.simulator import Need, Task, simulate
+from gckernels.sync.planner.timeline.simulator import Need, SimulatedTask, simulate
 from gckernels.sync.profiling.measurements.contention import LARGEST, LEAST, Helper, agreed_taken, taken_of
 
 
@@ -16,7 +16,7 @@ def test_a_simulated_backward_loses_what_was_measured(cores, lost):
     assert LEAST < taken < LARGEST
     backward = Need(0.0, 10.0, {"cores": min(1.0, cores)})
     beside = Need(0.0, alone_s, {"cores": taken * cores_s / alone_s})
-    ends = simulate([Task(0, backward), Task(1, beside)], (1, 1), {"cores": cores}).end_s
+    ends = simulate([SimulatedTask(0, backward), SimulatedTask(1, beside)], (1, 1), {"cores": cores}).end_s
     assert ends[0] == pytest.approx(10.0 + lost * alone_s)
 
 

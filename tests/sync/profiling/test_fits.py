@@ -10,8 +10,8 @@ import pytest
 
 from gckernels.sync.planner.machines.curves import Coefficients
 from gckernels.sync.profiling.measurements.fits import (
-    Point,
-    Sample,
+    CallCost,
+    LaunchSample,
     averaged,
     coefficients_of,
     curve_of,
@@ -28,12 +28,12 @@ TRUE = Coefficients(
 )
 
 
-def samples(true: Coefficients, noise: float, sources: tuple[int, ...] = (1, 2)) -> list[Sample]:
+def samples(true: Coefficients, noise: float, sources: tuple[int, ...] = (1, 2)) -> list[LaunchSample]:
     random = np.random.default_rng(0)
     made = []
     for elements, units, merged in itertools.product(SIZES, (1, 16, 128), sources):
         (seconds,) = true.seconds(np.array([float(units)]), np.array([float(elements)]), merged)
-        made.append(Sample(units, elements, merged, float(seconds) * float(random.normal(1.0, noise))))
+        made.append(LaunchSample(units, elements, merged, float(seconds) * float(random.normal(1.0, noise))))
     return made
 
 
@@ -56,7 +56,7 @@ def test_noise_of_a_few_percent_changes_the_large_coefficients_as_little():
 
 
 def test_coefficients_are_never_negative():
-    falling = [Sample(1, elements, 1, 1e-3 / (index + 1)) for index, elements in enumerate(SIZES)]
+    falling = [LaunchSample(1, elements, 1, 1e-3 / (index + 1)) for index, elements in enumerate(SIZES)]
     found, error = coefficients_of(falling)
     assert min(vars(found).values()) >= 0.0
     assert error is not None and error > 0.2  # such times are refused
@@ -64,17 +64,17 @@ def test_coefficients_are_never_negative():
 
 def test_the_error_is_that_at_sizes_that_took_no_part():
     """The first and the last size are never held out; of three, the one between them is."""
-    line = [Sample(1, elements, 1, 1e-9 * elements) for elements in SIZES]
+    line = [LaunchSample(1, elements, 1, 1e-9 * elements) for elements in SIZES]
     assert coefficients_of(line)[1] == pytest.approx(0.0, abs=1e-9)
-    three = [line[0], Sample(1, SIZES[1], 1, 2e-9 * SIZES[1]), line[-1]]
+    three = [line[0], LaunchSample(1, SIZES[1], 1, 2e-9 * SIZES[1]), line[-1]]
     assert coefficients_of(three)[1] == pytest.approx(0.5)
-    odd = [Sample(1, each.elements, 1, each.seconds * (1 + index % 2)) for index, each in enumerate(line)]
+    odd = [LaunchSample(1, each.elements, 1, each.seconds * (1 + index % 2)) for index, each in enumerate(line)]
     assert (coefficients_of(odd)[1] or 0.0) > 0.25
 
 
 def test_one_disturbed_size_does_not_spoil_the_error():
-    line = [Sample(1, elements, 1, 1e-9 * elements) for elements in SIZES]
-    line[2] = Sample(1, SIZES[2], 1, 2e-9 * SIZES[2])
+    line = [LaunchSample(1, elements, 1, 1e-9 * elements) for elements in SIZES]
+    line[2] = LaunchSample(1, SIZES[2], 1, 2e-9 * SIZES[2])
     found, error = coefficients_of(line)
     assert error is not None and error < 0.2
     assert max(range(len(line)), key=excess(found, line).__getitem__) == 2
@@ -82,20 +82,20 @@ def test_one_disturbed_size_does_not_spoil_the_error():
 
 def test_short_launches_that_differ_by_chance_count_together():
     random = np.random.default_rng(3)
-    short = [Sample(1, 2**index, 1, 1e-5 * float(random.uniform(0.7, 1.3))) for index in range(10)]
-    long = [Sample(1, 2**index, 1, 1e-5 + 1e-9 * 2**index) for index in range(16, 24)]
+    short = [LaunchSample(1, 2**index, 1, 1e-5 * float(random.uniform(0.7, 1.3))) for index in range(10)]
+    long = [LaunchSample(1, 2**index, 1, 1e-5 + 1e-9 * 2**index) for index in range(16, 24)]
     error = coefficients_of([*short, *long])[1]
     assert error is not None and error < 0.1
 
 
 def test_two_sizes_tell_no_error():
-    assert coefficients_of([Sample(1, 100, 1, 1e-6), Sample(1, 200, 1, 2e-6)])[1] is None
+    assert coefficients_of([LaunchSample(1, 100, 1, 1e-6), LaunchSample(1, 200, 1, 2e-6)])[1] is None
 
 
 def test_matrices_have_a_price_for_their_sides():
     random = np.random.default_rng(1)
     made = [
-        Sample(1, rows * columns, 1, 1e-5 + 3e-10 * rows * columns + 2e-8 * (rows + columns), rows + columns)
+        LaunchSample(1, rows * columns, 1, 1e-5 + 3e-10 * rows * columns + 2e-8 * (rows + columns), rows + columns)
         for rows, columns in random.integers(32, 2048, (40, 2)).tolist()
     ]
     found, _ = coefficients_of(made)
@@ -121,12 +121,12 @@ def test_least_squares_is_that_of_the_best_support():
 # -------------------------------------------------------------------- curves
 
 
-def points(*seconds: float) -> list[Point]:
-    return [Point(1024.0 * 4**index, wall_s, wall_s / 2) for index, wall_s in enumerate(seconds)]
+def points(*seconds: float) -> list[CallCost]:
+    return [CallCost(1024.0 * 4**index, wall_s, wall_s / 2) for index, wall_s in enumerate(seconds)]
 
 
 def test_a_line_is_interpolated_without_error():
-    line = [Point(nbytes, 1e-4 + 1e-8 * nbytes, 1e-5) for nbytes in (1e3, 1e4, 1e5, 1e6, 1e7)]
+    line = [CallCost(nbytes, 1e-4 + 1e-8 * nbytes, 1e-5) for nbytes in (1e3, 1e4, 1e5, 1e6, 1e7)]
     curve = curve_of(line[::-1])
     assert curve.nbytes == (1e3, 1e4, 1e5, 1e6, 1e7)
     assert curve.error == pytest.approx(0.0, abs=1e-12)
@@ -134,14 +134,16 @@ def test_a_line_is_interpolated_without_error():
 
 
 def test_every_size_but_the_first_is_held_out():
-    curve = curve_of([Point(1.0, 1.0, 0.0), Point(2.0, 4.0, 0.0), Point(3.0, 7.0, 0.0), Point(4.0, 12.0, 0.0)])
+    curve = curve_of(
+        [CallCost(1.0, 1.0, 0.0), CallCost(2.0, 4.0, 0.0), CallCost(3.0, 7.0, 0.0), CallCost(4.0, 12.0, 0.0)]
+    )
     assert curve.error == pytest.approx(1.0 / 6.0)  # 10 where 12 was measured
     assert curve_of(points(1.0, 2.0)).error is None
 
 
-def doubled(size: int, apart: float | None = None) -> list[Point]:
+def doubled(size: int, apart: float | None = None) -> list[CallCost]:
     """Points of a straight line, one of which takes twice as long; moments differ by ``apart`` there."""
-    line = [Point(1024.0 * 2**index, 1e-4 + 1e-8 * 1024.0 * 2**index, 0.0, 0.01) for index in range(14)]
+    line = [CallCost(1024.0 * 2**index, 1e-4 + 1e-8 * 1024.0 * 2**index, 0.0, 0.01) for index in range(14)]
     line[size] = replace(line[size], wall_s=2.0 * line[size].wall_s, apart=apart)
     return line
 
@@ -167,11 +169,11 @@ def test_another_moment_confirms_a_step_of_the_curve(size):
 
 def test_small_sizes_that_differ_by_chance_count_together():
     random = np.random.default_rng(2)
-    small = [Point(1024.0 * 2**index, 1e-4 * float(random.uniform(0.5, 1.5)), 0.0) for index in range(10)]
-    large = [Point(1024.0 * 2**index, 1e-9 * 1024.0 * 2**index, 0.0) for index in range(10, 16)]
+    small = [CallCost(1024.0 * 2**index, 1e-4 * float(random.uniform(0.5, 1.5)), 0.0) for index in range(10)]
+    large = [CallCost(1024.0 * 2**index, 1e-9 * 1024.0 * 2**index, 0.0) for index in range(10, 16)]
     error = curve_of([*small, *large]).error
     assert error is not None and error < 0.1
-    wrong = [Point(each.nbytes, each.wall_s * (1.5 if index % 2 else 1.0), 0.0) for index, each in enumerate(large)]
+    wrong = [CallCost(each.nbytes, each.wall_s * (1.5 if index % 2 else 1.0), 0.0) for index, each in enumerate(large)]
     error = curve_of([*small, *wrong]).error
     assert error is not None and error > 0.2
 

@@ -23,14 +23,14 @@ from gckernels.sync.profiling.measurements.codecs import cases_of
 from gckernels.sync.profiling.measurements.collectives import levels_of
 from gckernels.sync.profiling.measurements.launches import Case
 from gckernels.sync.profiling.measurements.memory import Arena, gradients
-from gckernels.sync.profiling.measurements.session import KI, Extent
+from gckernels.sync.profiling.measurements.session import KI, MeasurementExtent
 from gckernels.sync.profiling.measurements.trains import wire_nbytes
 from gckernels.sync.profiling.request import _methods
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of
 
 CPU = torch.device("cpu")
-SMALL = Extent(
+SMALL = MeasurementExtent(
     largest_nbytes=16 * KI,
     trains=1,
     rounds=1,
@@ -195,7 +195,7 @@ def test_cases_have_whole_matrices():
 @pytest.mark.parametrize("world_size", [2, 3, 4, 16])
 def test_recodings_merge_several_payloads(world_size):
     """A program recodes what several ranks have sent. Two numbers of payloads tell the price of each."""
-    session: Any = SimpleNamespace(extent=Extent(), topology=Topology(world_size))
+    session: Any = SimpleNamespace(extent=MeasurementExtent(), topology=Topology(world_size))
     sources = {case.sources for case in cases_of(session, StageKind.RECODE)}
     assert len(sources) == 2 and world_size in sources and min(sources) > 1
 

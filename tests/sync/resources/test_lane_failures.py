@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from gckernels.sync.programs.stages import Resource
-from gckernels.sync.resources.workers import Failure
+from gckernels.sync.resources.workers import LaneFailure
 from lane_threads import LONG_S, every, fail, finished
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
@@ -73,7 +73,7 @@ def test_a_failure_that_cannot_be_told_does_not_stop_the_lane(lanes):
 
 
 def test_the_first_error_stays(lanes):
-    failure = Failure()
+    failure = LaneFailure()
     errors = [ValueError("0"), ValueError("1")]
     for error in errors:
         failure.set(error)

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from gckernels.sync.programs.stages import Resource
-from gckernels.sync.resources.workers import Failure, Pool, Queue, Task, Token
+from gckernels.sync.resources.workers import LaneFailure, Pool, Queue, Task, Token
 from lane_threads import LONG_S, every, finished
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
@@ -196,7 +196,7 @@ def test_any_graph_of_work_is_done_once_and_in_order(impatient, lanes, seed):
 
 def test_work_that_comes_while_a_thread_looks_for_work_is_taken_up():
     """The thread that comes with it finds the queue taken, and the one that looks has just seen nothing."""
-    pool, done = Pool("own", Failure()), []
+    pool, done = Pool("own", LaneFailure()), []
 
     class Interrupted(Queue):
         comes: Task | None = None

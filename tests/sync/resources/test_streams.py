@@ -19,7 +19,7 @@ from gckernels.sync.programs.lanes import MAX_PHASES
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.lane_kinds import FedStreamLane, ThreadLane
 from gckernels.sync.resources.lanes import DeviceLanes
-from gckernels.sync.resources.workers import Failure, Pool, Queue, Token
+from gckernels.sync.resources.workers import LaneFailure, Pool, Queue, Token
 
 
 @dataclass
@@ -78,7 +78,7 @@ def stream(streams: list[Stream]) -> Stream:
 
 @pytest.fixture
 def pools() -> Iterator[list[Pool]]:
-    made = [Pool(name, Failure()) for name in ("host", "device")]
+    made = [Pool(name, LaneFailure()) for name in ("host", "device")]
     yield made
     for pool in made:
         pool.close()
@@ -89,8 +89,8 @@ def pools() -> Iterator[list[Pool]]:
 
 def test_a_fed_stream_waits_for_threads_and_lets_the_device_wait_for_events(stream, pools):
     host, lane = (
-        ThreadLane("host", Failure(), Queue(pools[0])),
-        FedStreamLane("fed", Failure(), Queue(pools[1]), stream),
+        ThreadLane("host", LaneFailure(), Queue(pools[0])),
+        FedStreamLane("fed", LaneFailure(), Queue(pools[1]), stream),
     )
     gate, threads = threading.Event(), set()
     thread = host.submit(lambda: (gate.wait(10), threads.add(threading.current_thread())))
@@ -107,7 +107,7 @@ def test_a_fed_stream_waits_for_threads_and_lets_the_device_wait_for_events(stre
 
 
 def test_a_device_that_fails_is_told_of(stream, pools):
-    lane, notified = FedStreamLane("fed", Failure(), Queue(pools[1]), stream), set()
+    lane, notified = FedStreamLane("fed", LaneFailure(), Queue(pools[1]), stream), set()
     stream.broken = True
     token = lane.submit(lambda: None, (), lambda error: notified.add(("first", str(error))))
     after = lane.submit(lambda: None, (token,), lambda error: notified.add(("second", str(error))))

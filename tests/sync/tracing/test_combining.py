@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from gckernels.sync.tracing.combining import Ranks, _source, _times
+from gckernels.sync.tracing.combining import RecordingRanks, _source, _times
 from gckernels.sync.tracing.watch import NOT_READY, StepTimes, WatchedStep
 
-ALONE = Ranks(None, 1, torch.device("cpu"))
+ALONE = RecordingRanks(None, 1, torch.device("cpu"))
 
 
 def step(waiting_s: float, ready_s: Sequence[float] = (0.1, 0.3)) -> WatchedStep:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from gckernels import sync
-from gckernels.sync.tracing.recorder import Recorder
+from gckernels.sync.tracing.recorder import ModelTracer
 from models import MODELS, SMALL_BUCKETS, Branches, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
@@ -85,7 +85,7 @@ def test_a_backward_after_the_end_is_averaged():
 
 def different():
     """The error of a recording if a rank changes a gradient when it has been averaged, in the first recorded step."""
-    model, ended = DistributedDataParallel(build("Mlp")), Recorder.end_step
+    model, ended = DistributedDataParallel(build("Mlp")), ModelTracer.end_step
 
     def end_step(recorder):
         if dist.get_rank() == 1 and recorder.steps == 0 and recorder._is_recorded:
@@ -93,7 +93,7 @@ def different():
         return ended(recorder)
 
     recording = sync.record(model, steps=2, warmup=1, compressors=[])
-    with mock.patch.object(Recorder, "end_step", end_step), pytest.raises(RuntimeError) as caught:
+    with mock.patch.object(ModelTracer, "end_step", end_step), pytest.raises(RuntimeError) as caught:
         for step in range(6):
             model.zero_grad()
             model(Branches.batch(step, dist.get_rank())).backward()

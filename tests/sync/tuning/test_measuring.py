@@ -12,7 +12,7 @@ import torch.distributed as dist
 from gckernels.sync.communication.agreement import Failure
 from gckernels.sync.communication.groups import NotConnected
 from gckernels.sync.predictive import measuring
-from gckernels.sync.predictive.measuring import Progress
+from gckernels.sync.predictive.measuring import ProgressLine
 from ranks import run_ranks, values_of
 
 
@@ -32,7 +32,7 @@ def lines_of(parts: int) -> list[str]:
     logger, lines = logging.getLogger("gckernels"), Lines()
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
-    progress = Progress(dist.distributed_c10d._get_default_group())
+    progress = ProgressLine(dist.distributed_c10d._get_default_group())
     for part in range(parts):
         progress(part / parts, "AllReduce")
     progress.close()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import decode, encode, from_spec, sync
-from gckernels.sync.resources.error_probe import Decoded, Piece, Readings, Watch
+from gckernels.sync.resources.error_probe import Decoded, ProbedPiece, ProbeSchedule, Readings
 from gckernels.sync.tuning.watching.monitor import Monitor, Window
 from ranks import run_ranks, values_of
 
@@ -182,7 +182,7 @@ def test_low_rank_methods_are_read_by_the_mean_of_all_ranks(compressor):
 
 def window_of_means() -> Window | None:
     """Residuals that hold what the gradients of two ranks differ by, and a hundredth of their mean."""
-    watch, times = Watch(), itertools.count()
+    watch, times = ProbeSchedule(), itertools.count()
     monitor = Monitor(group(), CPU, watch, ("a", "b"), ("a",), window=2, clock=lambda: float(next(times)))
     mean, apart = torch.arange(3000.0), (1 - 2 * dist.get_rank()) * torch.ones(3000)
     for _ in range(2):
@@ -204,12 +204,12 @@ def test_readings_of_nothing_are_zero():
     readings = Readings()
     assert torch.equal(readings.norms(["a", "b"], CPU), torch.zeros(3, 2))
     assert readings.norms([], CPU).shape == (3, 0)
-    readings.around([Piece("a", torch.full((4,), 2.0), torch.zeros(4))], lambda: None)
+    readings.around([ProbedPiece("a", torch.full((4,), 2.0), torch.zeros(4))], lambda: None)
     assert readings.norms(["b", "a"], CPU).tolist() == [[0.0, 4.0], [0.0, 4.0], [0.0, 0.0]]
 
 
 def test_only_steps_that_compress_are_watched():
-    watch = Watch()
+    watch = ProbeSchedule()
     watch.ask()
     watch.begin_step(False)
     assert watch.now is None and watch.take() is None
@@ -221,14 +221,14 @@ def test_only_steps_that_compress_are_watched():
 
 def windows_with_readings(gradient: float, residual: float) -> list[tuple[float, dict[str, tuple[float, float]]]]:
     """One step in every window is watched. Rank 1 leaves ``residual`` of a gradient."""
-    watch, times = Watch(), itertools.count()
+    watch, times = ProbeSchedule(), itertools.count()
     monitor = Monitor(group(), CPU, watch, ("a", "b"), window=4, clock=lambda: float(next(times)))
     windows = []
     for _ in range(8):
         watch.begin_step(True)
         if watch.now is not None:
             kept = torch.zeros(1)
-            piece = Piece("a", torch.tensor([gradient]), kept)
+            piece = ProbedPiece("a", torch.tensor([gradient]), kept)
             watch.now.around([piece], lambda kept=kept: kept.fill_(residual * dist.get_rank()))
         window = monitor.step_ended()
         if window is not None:

@@ -22,12 +22,12 @@ from gckernels.sync.tuning.decisions.sentences import (
     tries_plain,
     uncertain,
 )
-from gckernels.sync.tuning.decisions.tried import Recorded, Rule, Tried
+from gckernels.sync.tuning.decisions.tried import AccuracyRule, PlainSteps, Tried
 
-RECORDED = Recorded(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
+RECORDED = PlainSteps(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
 FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)
 HALVES = Tried("17 Cast16 by encoded_allreduce", "all:Cast16", 0.150, 0.148, 0.002)
-SAFE, COARSE, LISTED = Rule("safe", 0.2), Rule("aggressive", 0.9), Rule("given by a list", None)
+SAFE, COARSE, LISTED = AccuracyRule("safe", 0.2), AccuracyRule("aggressive", 0.9), AccuracyRule("given by a list", None)
 
 
 def test_a_plan_that_compresses():
@@ -65,7 +65,7 @@ def test_plain_averaging_that_goes_on():
         "by allgather, 3 exact (auto): predicted 59.0 ms, measured 61.2 ms (+2.0 %); only 2.00 ms of a step wait for "
         "communication; plain averaging goes on, without a hook"
     )
-    assert stays_plain(RECORDED, [], Rule("exact", 0.0)) == (
+    assert stays_plain(RECORDED, [], AccuracyRule("exact", 0.0)) == (
         "7 buckets, 29.4 MB; plain 266 ms; nothing is compressed: no plan that exact allows is predicted to be faster; "
         "plain averaging goes on, without a hook"
     )

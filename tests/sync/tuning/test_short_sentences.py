@@ -18,11 +18,11 @@ from gckernels.sync.tuning.decisions.short_sentences import (
     stays_plain,
     tries_plain,
 )
-from gckernels.sync.tuning.decisions.tried import Recorded, Rule, Tried
+from gckernels.sync.tuning.decisions.tried import AccuracyRule, PlainSteps, Tried
 
-RECORDED = Recorded(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
+RECORDED = PlainSteps(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
 FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)
-SAFE, COARSE = Rule("safe", 0.2), Rule("aggressive", 0.9)
+SAFE, COARSE = AccuracyRule("safe", 0.2), AccuracyRule("aggressive", 0.9)
 
 
 @pytest.mark.parametrize(

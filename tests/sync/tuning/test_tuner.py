@@ -13,7 +13,7 @@ import tunings
 from gckernels.sync.frontends.ddp.reducer import comm_hook
 from gckernels.sync.predictive import searching
 from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.tracing.recorder import Recorder
+from gckernels.sync.tracing.recorder import ModelTracer
 from gckernels.sync.tuning.trials import trial_runner
 from gckernels.sync.tuning.trials.rules import STEPS
 from gckernels.sync.tuning.trials.trials import LONG_TURN
@@ -119,7 +119,7 @@ def _broken(fault, where):
         return mock.patch.object(searching, "RECORDED", searching.RECORDED)
     return {
         "recorder": mock.patch.object(searching, "Recorder", fails),
-        "errors": mock.patch.object(Recorder, "errors", fails),
+        "errors": mock.patch.object(ModelTracer, "errors", fails),
         "proposal": mock.patch.object(searching, "proposal", fails),
         "reading": mock.patch.object(Proposal, "from_text", fails),
     }[fault]

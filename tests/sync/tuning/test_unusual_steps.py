@@ -180,14 +180,14 @@ def test_two_models_are_tuned_beside_each_other():
 def slow_search(front: str) -> tuple[list[str], list[str]]:
     """The plans of a training in which the search for plans takes more steps than there are for all of the tuning."""
     module, handles = build("Mlp"), []
-    found = searching.Search.found
+    found = searching.PlanSearch.found
 
     def slow(*given: Any) -> Any:
         for _ in range(STEPS + 20):
             yield
         return (yield from found(*given))
 
-    with scripted(module, SPECS, TIMES_S, handles), mock.patch.object(searching.Search, "found", slow):
+    with scripted(module, SPECS, TIMES_S, handles), mock.patch.object(searching.PlanSearch, "found", slow):
         model, handle = tuned_handle(front, module)
         handles.append(handle)
         seen = train(model, module, range(2 * STEPS + 30), lambda _: policy_of(handle))

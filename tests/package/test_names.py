@@ -1,0 +1,32 @@
+"""Names say one thing each."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import gckernels
+from gckernels import sync
+
+PACKAGE = Path(gckernels.__file__).parent
+
+
+def test_no_two_public_classes_have_one_name():
+    places = defaultdict(list)
+    for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "sync").rglob("*.py")]):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(path.resolve())
+    assert len(places) > 300
+    assert {name: paths for name, paths in places.items() if len(set(paths)) > 1} == {}
+
+
+@pytest.mark.parametrize("package", [gckernels, sync], ids=lambda package: package.__name__)
+def test_no_public_name_hides_a_module(package):
+    """Otherwise ``import gckernels.sync.attach.x`` would find a function in place of the folder."""
+    folder = Path(package.__file__).parent
+    modules = {path.stem if path.is_file() else path.name for path in folder.iterdir() if path.name[0] not in "_."}
+    assert set(package.__all__) & modules == set()
