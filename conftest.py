@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if KERNEL in params.values():
             compressor = params.get("compressor")
             named = [mark.args[0] for mark in item.iter_markers("interpreted")]
-            if isinstance(compressor, gckernels.Compressor) and not named:
+            if isinstance(compressor, gckernels.Codec) and not named:
                 named = [(type(compressor)(),)]
             if not all(compressor in configurations for configurations in named):
                 item.add_marker(pytest.mark.slow)

@@ -30,7 +30,7 @@ def operators_table() -> str:
     head = ["class", "bits per element", f"bytes of {NUMEL:,} elements", "feedback", "adds up", "random", "source"]
     rows = [head, ["---"] * len(head)]
     for name, cls in _classes():
-        if not issubclass(cls, gckernels.Compressor):
+        if not issubclass(cls, gckernels.Codec):
             continue
         compressor = cls()
         nbytes = compressor.payload_nbytes(NUMEL)
@@ -98,9 +98,9 @@ def _with_part(path: Path, *parts: str) -> str:
     return text
 
 
-def _classes() -> list[tuple[str, type[gckernels.Method]]]:
+def _classes() -> list[tuple[str, type[gckernels.Compressor]]]:
     """The methods of the package, without those that others have registered."""
-    methods = gckernels.METHODS.items()
+    methods = gckernels.COMPRESSORS.items()
     return sorted((name, cls) for name, cls in methods if cls.__module__.startswith("gckernels."))
 
 

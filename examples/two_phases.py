@@ -19,7 +19,7 @@ import gckernels
 class TwoPhases:
     """Averages gradients of one shape over all ranks, with one residual for each of the two encodings."""
 
-    def __init__(self, compressor: gckernels.Compressor, numel: int) -> None:
+    def __init__(self, compressor: gckernels.Codec, numel: int) -> None:
         self.compressor = compressor
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # Shards have equal sizes, except that the last ones may be shorter or empty.
@@ -61,7 +61,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     compressor = gckernels.from_spec(args.compressor)
-    assert isinstance(compressor, gckernels.Compressor), "PowerSGD synchronises in other rounds"
+    assert isinstance(compressor, gckernels.Codec), "PowerSGD synchronises in other rounds"
     two_phases = TwoPhases(compressor, args.numel)
 
     grad = torch.randn(args.numel, generator=torch.Generator().manual_seed(dist.get_rank()))

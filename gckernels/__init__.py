@@ -7,17 +7,17 @@ from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import requirements as _requirements  # noqa: F401  first, because the other imports fail without them
+from .codec import CODECS as CODECS
+from .codec import Codec as Codec
+from .codec import chunk_numel as chunk_numel
 from .compressor import COMPRESSORS as COMPRESSORS
 from .compressor import Compressor as Compressor
-from .compressor import chunk_numel as chunk_numel
+from .compressor import Traits as Traits
+from .compressor import from_json as from_json
+from .compressor import from_spec as from_spec
 from .functional import decode as decode
 from .functional import encode as encode
 from .functional import recode as recode
-from .method import METHODS as METHODS
-from .method import Method as Method
-from .method import Traits as Traits
-from .method import from_json as from_json
-from .method import from_spec as from_spec
 from .ops import *  # noqa: F403  only ops/__init__.py names the algorithms
 from .registration import register as register
 from .toolkit.host.threads import get_num_threads as get_num_threads

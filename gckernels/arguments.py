@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from .compressor import CHUNK_ALIGN, GRAD_DTYPES, Compressor, chunk_numel
+from .codec import CHUNK_ALIGN, GRAD_DTYPES, Codec, chunk_numel
 from .toolkit.payload import ALIGN_NBYTES
 
 
 def check_encode(
-    compressor: Compressor,
+    compressor: Codec,
     grad: torch.Tensor,
     residual: torch.Tensor | None,
     payload: torch.Tensor,
@@ -38,7 +38,7 @@ def check_encode(
 
 
 def check_decode(
-    compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor, size: int | None
+    compressor: Codec, payloads: torch.Tensor, out: torch.Tensor, size: int | None
 ) -> tuple[torch.Tensor, int]:
     """Check the arguments of ``decode``; returns payloads ``[sources, chunks, nbytes]`` and the size of a chunk."""
     name = f"{compressor.name}.decode"
@@ -54,7 +54,7 @@ def check_decode(
 
 
 def check_recode(
-    compressor: Compressor,
+    compressor: Codec,
     payloads: torch.Tensor,
     residual: torch.Tensor | None,
     payload: torch.Tensor,
@@ -122,7 +122,7 @@ def _check_payload(name: str, argument: str, tensor: torch.Tensor, dims: tuple[i
 
 
 def _chunk_size(
-    name: str, argument: str, compressor: Compressor, numel: int, chunks: int, nbytes: int, size: int | None
+    name: str, argument: str, compressor: Codec, numel: int, chunks: int, nbytes: int, size: int | None
 ) -> int:
     size = resolve_size(name, argument, numel, chunks, size)
     wanted = compressor.payload_nbytes(size)

@@ -3,7 +3,7 @@
 A synchronisation has hundreds of units, most of them small, and one call per unit costs more than its work. A caller
 that uses the same tensors in every step can bind them: arguments are checked once, units that can share a launch or a
 call are grouped, and the resulting function is called in every step. Results equal, bit for bit, those of one call of
-:meth:`Compressor.encode`, :meth:`~Compressor.decode` or :meth:`~Compressor.recode` for each unit.
+:meth:`Codec.encode`, :meth:`~Codec.decode` or :meth:`~Codec.recode` for each unit.
 
 The tensors must keep their places in memory, and no unit may write to what another one reads or writes. Tensors without
 memory (of the device ``meta``) are bound, too; then there is nothing to call.
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import check_added, check_decode, check_encode, check_recode
-from .compressor import Backend, Compressor, Decoding, Encoding, Recoding, Work
+from .codec import Backend, Codec, Decoding, Encoding, Recoding, Work
 
 
 def bind_encodes(units: Iterable[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Bound:
@@ -26,13 +26,13 @@ def bind_encodes(units: Iterable[Encoding], scale: float = 1.0, added: torch.Ten
 
     Args:
         units: the units.
-        scale: as for :meth:`Compressor.encode`.
+        scale: as for :meth:`Codec.encode`.
         added: int64, one number on the device of the units; by default 0. At every call it is read there and added to
             all seeds, modulo 2**63. So a call launches the same work in every step, which a CUDA graph can repeat with
             other random numbers.
 
     Raises:
-        TypeError, ValueError: as :meth:`Compressor.encode`, for any of the units; ``added`` is of another kind.
+        TypeError, ValueError: as :meth:`Codec.encode`, for any of the units; ``added`` is of another kind.
     """
     checked = []
     for unit in units:
@@ -50,7 +50,7 @@ def bind_decodes(units: Iterable[Decoding], scale: float = 1.0, accumulate: bool
     """A function that decodes and merges the payloads of all units.
 
     Raises:
-        TypeError, ValueError: as :meth:`Compressor.decode`, for any of the units.
+        TypeError, ValueError: as :meth:`Codec.decode`, for any of the units.
     """
     checked = []
     for unit in units:
@@ -63,7 +63,7 @@ def bind_recodes(units: Iterable[Recoding], scale: float = 1.0, added: torch.Ten
     """A function that recodes all units; ``added`` is as for :func:`bind_encodes`.
 
     Raises:
-        TypeError, ValueError: as :meth:`Compressor.recode`, for any of the units.
+        TypeError, ValueError: as :meth:`Codec.recode`, for any of the units.
     """
     checked = []
     for unit in units:
@@ -77,7 +77,7 @@ def bind_recodes(units: Iterable[Recoding], scale: float = 1.0, added: torch.Ten
     return _bound(checked, lambda unit: unit.payload, bind)
 
 
-def _read_by(encoder: Compressor, added: torch.Tensor | None) -> torch.Tensor | None:
+def _read_by(encoder: Codec, added: torch.Tensor | None) -> torch.Tensor | None:
     """``added`` if payloads of ``encoder`` depend on seeds."""
     return added if encoder.traits.stochastic else None
 

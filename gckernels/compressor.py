@@ -1,343 +1,242 @@
-"""The compressor contract, and the table of compressors.
+"""The base class of all compressors, its traits, and the table of compressors.
 
-A compressor turns a flat gradient vector (a *unit*) into a *payload*, a ``uint8`` vector whose size is known in
-advance, and back. It is a frozen dataclass: its fields are its configuration, and it has no state. The caller passes in
-the state that an algorithm keeps from step to step (the residual of error feedback).
-
-A unit may be cut into ``chunks`` equal parts (the last ones shorter, or empty), each with a separate payload; an
-all-to-all then sends chunk ``c`` to rank ``c``. :func:`chunk_numel` defines how a unit is cut.
+A compressor is a frozen configuration with a name. It states its properties (biased, summable, number of rounds) and
+the number of bytes it sends. A *codec*, which turns a vector into a payload and back, derives from
+:class:`~gckernels.Codec`. A compressor that computes between its collectives, such as :class:`~gckernels.PowerSGD`,
+derives from :class:`Compressor` directly.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from .method import Method
-from .toolkit.kernels.launch import temporary
-from .toolkit.values import as_int, as_seed, as_size, require_bool, require_number, require_tensors
-
-CHUNK_ALIGN = 16  # elements: every chunk of an aligned unit starts on a 16-byte boundary, for 2-byte dtypes too
-GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def chunk_numel(numel: int, chunks: int) -> int:
-    """Elements per chunk when a unit of ``numel`` elements is cut into ``chunks``; a multiple of 16.
-
-    Chunk ``c`` holds the elements ``[c * size, min((c + 1) * size, numel))``. With one chunk the size is ``numel``
-    itself.
-
-    >>> gckernels.chunk_numel(100, 4)  # chunks of 32, 32, 32 and 4 elements
-    32
-    >>> gckernels.chunk_numel(5, 4)  # one chunk of 5 elements, three empty ones
-    16
-    """
-    if chunks == 1:
-        return numel
-    size = -(-numel // chunks)
-    return -(-size // CHUNK_ALIGN) * CHUNK_ALIGN
-
-
-def chunk_bounds(numel: int, size: int, chunk: int) -> tuple[int, int]:
-    """``(start, stop)`` of chunk ``chunk`` of ``size`` elements in a unit of ``numel``; empty when past the end."""
-    start = min(chunk * size, numel)
-    return start, min(start + size, numel)
+from .toolkit.fields import as_dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class Compressor(Method):
-    """Base of all one-shot codecs. Subclasses are frozen dataclasses, put into the table by :func:`register`."""
+class Traits:
+    """Properties of a compressor that its users rely on: programs, plans, tests.
 
-    op_name: ClassVar[str] = ""
-    """Stem of the names of the torch ops, ``<op_name>_encode`` and so on; set by ``register``."""
-    encode_op: ClassVar[Any]
-    decode_op: ClassVar[Any]
-    recode_op: ClassVar[Any]
-    """The torch ops; set by ``register``."""
-    config_fields: ClassVar[tuple[str, ...]]
-    """Names of the fields, in order; set by ``register``."""
-    host: ClassVar[Backend]
-    """The implementation for tensors on the CPU; a family of compressors sets it."""
-    triton: ClassVar[Backend]
-    """The implementation for tensors on CUDA and, in Triton's interpreter, on the CPU; a family sets it."""
+    Attributes:
+        summable: payloads can be added element by element, so an allreduce can send them.
+        payload_dtype: dtype in which the payloads of a summable compressor are added.
+        needs_feedback: the compressor is biased, and training needs the residual of error feedback.
+        stochastic: payloads depend on a seed.
+        unbiased: the mean over all seeds of a finite gradient's decodings is that gradient, to the resolution of the
+            random numbers.
+        conserves: with a residual, the decoded gradient plus the new residual is the gradient plus the old residual.
+            For a compressor of several rounds, to whose result all ranks contribute, this holds for means over ranks.
+        states: number of vectors in the residual, concatenated, each as long as the gradient. Encoding uses all of
+            them.
+        applies_momentum: decoded gradients already contain a momentum, which replaces the optimizer's.
+        averages: several payloads merge to ``scale`` times the sum of their decodings; otherwise to a result that the
+            compressor defines, such as a majority vote.
+    """
 
-    # ---------------------------------------------------------------- what users and the engine call
+    summable: bool = False
+    payload_dtype: torch.dtype = torch.uint8
+    needs_feedback: bool = False
+    stochastic: bool = False
+    unbiased: bool = False
+    conserves: bool = True
+    states: int = 1
+    applies_momentum: bool = False
+    averages: bool = True
 
-    @abstractmethod
-    def payload_nbytes(self, numel: int) -> int:
-        """Exact size in bytes of the payload of ``numel`` elements (``numel >= 0``); a multiple of 16."""
+
+_NO_TRAITS = Traits()
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressor(ABC):
+    """Base of all compressors. Subclasses are frozen dataclasses whose fields are the configuration."""
 
     @property
-    def shard_compressor(self) -> Compressor:  # a codec's is a codec
+    def traits(self) -> Traits:
+        """The properties of the compressor.
+
+        A subclass states them as ``traits = Traits(needs_feedback=True)`` or, if they depend on its fields, as a
+        property.
+        """
+        return _NO_TRAITS
+
+    @property
+    def name(self) -> str:
+        """Key in the table of compressors: the name of the class."""
+        return type(self).__name__
+
+    @property
+    def rounds(self) -> int:
+        """Number of encode-communicate rounds per synchronisation."""
+        return 1
+
+    @abstractmethod
+    def round_nbytes(self, numel: int, index: int) -> int:
+        """Bytes that a rank contributes in round ``index``, counted from 0, for a unit of ``numel`` elements.
+
+        The number is a multiple of 16 or, if it is a mean over different steps, of 8.
+
+        Raises:
+            ValueError: this configuration cannot encode a unit of this size.
+        """
+
+    def fit(self, shape: Sequence[int]) -> Compressor:
+        """The compressor for a parameter of this shape, by default this compressor.
+
+        Args:
+            shape: dimensions of the parameter, in the order of its memory.
+        """
         return self
 
-    def round_nbytes(self, numel: int, index: int) -> int:
-        return 0 if index else self.payload_nbytes(numel)
+    @property
+    def shard_compressor(self) -> Compressor:
+        """The compressor with which the owner of a shard encodes the merged shard, by default this compressor.
 
-    def encode(
-        self,
-        grad: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        seed: int = 0,
-        scale: float = 1.0,
-        size: int | None = None,
-    ) -> None:
-        """Encode ``grad`` (plus ``residual``) into ``payload``, and keep the encoding error in ``residual``.
+        Its payloads have the same size and format and merge in the same way, so both compressors can decode them.
+        """
+        return self
 
-        With ``p = grad + residual``: ``payload = C(scale * p)`` and ``residual = p - D(payload) / scale``, in one
-        pass if the algorithm allows. An element of the residual whose difference is not finite keeps its old value, so
-        inf and NaN never enter the residual.
+    @property
+    def schedule(self) -> tuple[tuple[int, Compressor], ...]:
+        """The compressors that encode gradients during training, as pairs ``(first step, compressor)`` in order.
+
+        The first pair starts at step 0. All compressors have the same states. By default this is the only one.
+        """
+        return ((0, self),)
+
+    def at_step(self, step: int) -> Compressor:
+        """The compressor of a training step, counted from the first compressed step, which is 0."""
+        return [compressor for first, compressor in self.schedule if first <= step][-1]
+
+    def factor_sizes(self, numel: int) -> dict[str, int]:
+        """Numbers of elements, by kind, of the vectors that the compressor keeps per unit beside the residual."""
+        return {}
+
+    def arithmetic(self, device: torch.device) -> str:
+        """A description of what the bits of this compressor's results depend on besides its arguments, by default of
+        nothing.
+
+        Ranks that compute the same numbers for themselves need the same description.
 
         Args:
-            grad: ``[numel]``, contiguous, fp32, bf16 or fp16.
-            residual: ``[states * numel]``, contiguous, fp32, changed in place; ``None`` for no error feedback. Zeros
-                at first.
-            payload: ``uint8``, ``[payload_nbytes(numel)]`` or, to cut the unit into chunks,
-                ``[chunks, payload_nbytes(chunk_numel(numel, chunks))]``, rows contiguous, 16-byte aligned. Every byte
-                is written.
-            seed: seed of stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives the
-                same bytes.
-            size: elements that every payload is laid out for; by default ``chunk_numel(numel, chunks)``. More than that
-                for the short last shard of a unit, whose payload must be as large as the others'.
-            scale: factor on what is sent; summable compressors only (``1 / world_size`` keeps fp16 sums in range).
-
-        Raises:
-            TypeError, ValueError: naming the argument; nothing has been changed.
+            device: the device of the gradients.
         """
-        name = f"{self.name}.encode"
-        require_tensors(name, grad=grad, payload=payload, **({} if residual is None else {"residual": residual}))
-        require_number(name, "scale", scale)
-        seed, size = as_seed(name, seed), as_size(name, size)
-        self.encode_op(grad, residual, payload, *self.config(), seed, scale, size)
+        return ""
 
-    def decode(
-        self,
-        payloads: torch.Tensor,
-        out: torch.Tensor,
-        scale: float = 1.0,
-        accumulate: bool = False,
-        size: int | None = None,
-    ) -> None:
-        """Decode and merge: ``out = [out +] scale * sum over sources of D(payload)``, in source order, in fp32.
+    def compile_host(self, recodes: bool = False) -> None:  # noqa: B027, many have nothing to compile
+        """Compile or load the functions of this compressor's CPU path, so that no later call waits for a compiler.
 
-        A payload that is damaged (wrong status word) or was encoded from inf or NaN decodes to NaN. Memory outside
-        ``out`` is never written, for any bytes.
+        By default there is nothing to compile.
 
         Args:
-            payloads: ``uint8``, ``[nbytes]``, ``[sources, nbytes]`` or ``[sources, chunks, nbytes]`` with
-                ``nbytes == payload_nbytes(size)``; last dimension contiguous, 16-byte aligned.
-            out: ``[numel]``, contiguous, fp32, bf16 or fp16.
-            scale: factor on the sum, ``1 / sources`` for the mean.
-            accumulate: whether to add to the values of ``out``.
-            size: elements that every payload is laid out for, as in :meth:`encode`.
-
-        Raises:
-            TypeError, ValueError: naming the argument; nothing has been changed.
-        """
-        name = f"{self.name}.decode"
-        require_tensors(name, payloads=payloads, out=out)
-        require_number(name, "scale", scale)
-        require_bool(name, "accumulate", accumulate)
-        self.decode_op(payloads, out, *self.config(), scale, accumulate, as_size(name, size))
-
-    def recode(
-        self,
-        payloads: torch.Tensor,
-        residual: torch.Tensor | None,
-        payload: torch.Tensor,
-        numel: int,
-        scale: float = 1.0,
-        seed: int = 0,
-        size: int | None = None,
-    ) -> None:
-        """Decode, merge and encode again, as the owner of a shard does.
-
-        The result equals that of :meth:`decode` into an fp32 vector and :meth:`encode` of it by
-        :attr:`shard_compressor`, bit for bit. If the algorithm allows, the vector is never stored.
-
-        Args:
-            payloads: ``uint8``, ``[sources, payload_nbytes(size)]``, last dimension contiguous, 16-byte aligned.
-            residual: as in :meth:`encode`, of :attr:`shard_compressor`: ``[shard_compressor.traits.states * numel]``.
-            payload: ``uint8``, ``[payload_nbytes(size)]``, contiguous, 16-byte aligned; every byte is written. Not
-                one of ``payloads``.
-            numel: elements of the shard.
-            scale: factor on the sum, ``1 / sources`` for the mean.
-            seed: as in :meth:`encode`.
-            size: elements that every payload is laid out for, at least ``numel``; by default ``numel``.
-
-        Raises:
-            TypeError, ValueError: naming the argument; nothing has been changed.
-        """
-        name = f"{self.name}.recode"
-        require_tensors(
-            name, payloads=payloads, payload=payload, **({} if residual is None else {"residual": residual})
-        )
-        require_number(name, "scale", scale)
-        numel, seed, size = as_int(name, "numel", numel, 0), as_seed(name, seed), as_size(name, size)
-        self.recode_op(payloads, residual, payload, numel, *self.config(), scale, seed, size)
-
-    # ---------------------------------------------------------------- what an algorithm's file provides
-
-    def accumulate(self, grad: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Specification of the accumulated states, ``[states * numel]`` in fp32.
-
-        The last ``numel`` elements are the values to encode; the elements before them are new values of the other
-        states.
-        """
-        return grad + residual
-
-    def keep(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """Specification of the new residual, ``[states * numel]`` in fp32.
-
-        An element keeps the old values of all its states if one of the new ones is not finite.
-
-        Args:
-            values: result of :meth:`accumulate`.
-            decoded: decoded values, ``[numel]``.
-        """
-        return values - decoded
-
-    def merge(self, total: torch.Tensor, scale: float) -> torch.Tensor:
-        """Specification of merging, in fp32: the result for ``total``, the sum of the decodings of all sources."""
-        return total * scale
-
-    @abstractmethod
-    def encode_reference(self, values: torch.Tensor, numel: int, seed: int, first: int) -> torch.Tensor:
-        """Specification of encoding: the payload, ``uint8 [payload_nbytes(numel)]``, of fp32 values.
-
-        ``values`` has at most ``numel`` elements: fewer, even none, in the last chunks of a unit. ``first`` is the
-        position of ``values[0]`` in the unit: the counter of its random number.
+            recodes: whether to include the functions of ``Codec.recode``.
         """
 
-    @abstractmethod
-    def decode_reference(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
-        """Specification of decoding: the values, fp32 ``[numel]``, of a payload."""
-
-    # ---------------------------------------------------------------- configuration
-
-    def config(self) -> tuple[Any, ...]:
-        """The fields' values, in order: the configuration arguments of the torch ops."""
-        return tuple([getattr(self, name) for name in self.config_fields])  # in every call of an op: the fastest way
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a dict for JSON, e.g. ``{"name": "BlockQuant", "bits": 4, "block": 256}``."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"name": self.name} | {key: _plain(value) for key, value in values.items()}
 
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
-"""Every compressor by name, a subset of :data:`~gckernels.method.METHODS`. All of them have ops and are covered by the
-conformance tests and the benchmarks."""
+"""Every compressor by name, for reading plans and command lines."""
+
+MAX_JSON_DEPTH = 32
+"""Maximum nesting of lists and objects in JSON. No plan or configuration needs more, and Python can neither print nor
+compare very deep ones."""
+
+_DTYPE_TYPES = (torch.dtype, "torch.dtype")  # as a class, and as text where annotations are postponed (PEP 563)
 
 
-# -------------------------------------------------------------------- implementations
+def from_json(record: dict[str, Any]) -> Compressor:
+    """The compressor with the configuration ``record``, as :meth:`Compressor.to_json` writes it.
 
-SEED_MASK = 2**63 - 1
-
-Work = Callable[[], None]
-"""The work of units that are bound together, in one step."""
-
-
-def number_in(added: torch.Tensor | None) -> int:
-    """The number in a tensor on the CPU that is added to seeds; 0 without a tensor."""
-    return 0 if added is None else int(added)
-
-
-@dataclasses.dataclass(eq=False, slots=True)  # not frozen: every call of an op makes one, in a third of the time
-class Encoding:
-    """The arguments of :meth:`Compressor.encode` for one unit, without ``scale``. For a :class:`Backend` ``payload`` is
-    ``[chunks, nbytes]`` and ``size`` a number."""
-
-    compressor: Any  # a Compressor; a back end knows of which family
-    grad: torch.Tensor
-    residual: torch.Tensor | None
-    payload: torch.Tensor
-    seed: int = 0
-    size: Any = None
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Decoding:
-    """The arguments of :meth:`Compressor.decode` for one unit, without ``scale`` and ``accumulate``. For a
-    :class:`Backend` ``payloads`` is ``[sources, chunks, nbytes]`` and ``size`` a number."""
-
-    compressor: Any  # a Compressor; a back end knows of which family
-    payloads: torch.Tensor
-    out: torch.Tensor
-    size: Any = None
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Recoding:
-    """The arguments of :meth:`Compressor.recode` for one unit, without ``scale``. For a :class:`Backend` ``size`` is a
-    number."""
-
-    compressor: Any  # a Compressor; a back end knows of which family
-    payloads: torch.Tensor
-    residual: torch.Tensor | None
-    payload: torch.Tensor
-    numel: int
-    seed: int = 0
-    size: Any = None
-
-
-class Backend(ABC):
-    """Implementation of a family of compressors on one kind of device.
-
-    The arguments of all methods have been checked, by :mod:`gckernels.arguments`. Units that are bound together have
-    equal compressors and are on one device.
+    Raises:
+        ValueError: unknown name or field, or a value that the compressor refuses.
     """
+    if too_deep(record):
+        raise ValueError(f"compressor: more than {MAX_JSON_DEPTH} levels of nested lists and objects")
+    if not isinstance(record, dict) or "name" not in record:
+        raise ValueError(f"compressor: expected an object with a 'name', got {record!r}")
+    fields = {key: value for key, value in record.items() if key != "name"}
+    return _build(record["name"], fields)
 
-    @abstractmethod
-    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        """Do what :meth:`~gckernels.Compressor.encode` says."""
 
-    @abstractmethod
-    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-        """Do what :meth:`~gckernels.Compressor.decode` says."""
+def too_deep(record: Any) -> bool:
+    """Whether ``record`` has more than :data:`MAX_JSON_DEPTH` levels of nested lists and objects."""
+    level = [record]
+    for _ in range(MAX_JSON_DEPTH):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        distinct = {id(value): value for values in inside if isinstance(values, Iterable) for value in values}
+        level = [value for value in distinct.values() if isinstance(value, dict | list | tuple)]
+    return bool(level)
 
-    def recode(self, unit: Recoding, scale: float = 1.0) -> None:
-        """Do what :meth:`~gckernels.Compressor.recode` says; by default in two steps.
 
-        ``shard_compressor`` is of the same family as its compressor.
-        """
-        merged = temporary(unit.numel, dtype=torch.float32, device=unit.payload.device)
-        self.decode(Decoding(unit.compressor, unit.payloads[:, None], merged, unit.size), scale)
-        shard = unit.compressor.shard_compressor
-        self.encode(Encoding(shard, merged, unit.residual, unit.payload[None], unit.seed, unit.size))
+def from_spec(spec: str) -> Compressor:
+    """The compressor that ``spec`` names, such as ``"EFSignSGD"`` or ``"BlockQuant(bits=4, block=256)"``.
 
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
-        """A function that encodes all units, by default one after the other.
+    Only keyword arguments with literal values are allowed; nothing is evaluated. A dtype is given by its name:
+    ``"Cast16(dtype='float16')"``, ``"Cast16(dtype=fp16)"`` or ``"Cast16(dtype=torch.float16)"``.
 
-        Args:
-            units: the units.
-            scale: as for :meth:`encode`.
-            added: int64, one number on the device of the units. At every call it is added to all seeds, modulo 2**63.
-        """
+    >>> gckernels.from_spec("TopK(ratio=0.05)")
+    TopK(ratio=0.05, value_bits=32)
 
-        def work() -> None:
-            number = number_in(added)
-            for unit in units:
-                seed = (unit.seed + number) & SEED_MASK
-                self.encode(Encoding(unit.compressor, unit.grad, unit.residual, unit.payload, seed, unit.size), scale)
+    Raises:
+        TypeError: ``spec`` is not a string.
+        ValueError: ``spec`` has another form, an unknown name or field, or a value that the compressor refuses.
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"compressor: a spec must be a string such as 'BlockQuant(bits=4)', got {type(spec).__name__}")
+    try:
+        name, fields = _read_spec(spec)
+    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:
+        short = spec if len(spec) <= 200 else spec[:200] + "..."
+        raise ValueError(f"compressor: expected Name or Name(field=value, ...), got {short!r}") from error
+    return from_json({"name": name} | fields)
 
-        return work
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
-        """A function that decodes all units, by default one after the other."""
+def _read_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """The name and the fields in ``spec``; raises an error if it has another form."""
+    node = ast.parse(spec.strip(), mode="eval").body
+    if isinstance(node, ast.Name):
+        return node.id, {}
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError("must be a name or a call")
+    fields = {str(word.arg): _literal(word.value) for word in node.keywords}
+    if len(fields) != len(node.keywords) or "name" in fields:
+        raise ValueError("a field is repeated or called 'name'")
+    return node.func.id, fields
 
-        def work() -> None:
-            for unit in units:
-                self.decode(unit, scale, accumulate)
 
-        return work
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal, or the dtype that a bare name stands for."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        return as_dtype("a name", ast.unparse(node))
+    return ast.literal_eval(node)
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
-        """A function that recodes all units, by default one after the other; ``added`` is that of encodings."""
 
-        def work() -> None:
-            number = number_in(added)
-            for unit in units:
-                self.recode(dataclasses.replace(unit, seed=(unit.seed + number) & SEED_MASK), scale)
+def _build(name: Any, fields: dict[str, Any]) -> Compressor:
+    if not isinstance(name, str) or name not in COMPRESSORS:
+        raise ValueError(f"compressor: unknown name {name!r}; known are {', '.join(sorted(COMPRESSORS))}")
+    cls = COMPRESSORS[name]
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for key in fields:
+        if key not in known:
+            raise ValueError(f"compressor {name}: unknown field {key!r}; known are {', '.join(known) or 'none'}")
+    for key, value in fields.items():
+        if known[key].type in _DTYPE_TYPES:  # a dtype is written as its name, "bfloat16"
+            fields = fields | {key: as_dtype(f"compressor {name}: {key}", value)}
+    try:
+        return cls(**fields)
+    except TypeError as error:
+        raise ValueError(f"compressor {name}: {error}") from error
 
-        return work
+
+def _plain(value: Any) -> Any:
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

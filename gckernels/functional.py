@@ -1,6 +1,6 @@
 """Functions that encode, decode and recode tensors of any shape: :func:`encode`, :func:`decode`, :func:`recode`.
 
-They return new tensors, where the methods of :class:`~gckernels.Compressor` write into their arguments.
+They return new tensors, where the methods of :class:`~gckernels.Codec` write into their arguments.
 ``docs/operators.md`` shows how to use them. ``torch.compile`` traces each of them to one op, without a graph break.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .arguments import resolve_size
-from .compressor import GRAD_DTYPES, Compressor
+from .codec import GRAD_DTYPES, Codec
 from .toolkit.fields import as_dtype
 from .toolkit.values import as_int, as_shape, as_size, require_tensors
 
@@ -20,7 +20,7 @@ _MAX_CHUNKS = 2**31 - 1
 
 
 def encode(
-    compressor: Compressor,
+    compressor: Codec,
     grad: torch.Tensor,
     residual: torch.Tensor | None = None,
     *,
@@ -73,7 +73,7 @@ def encode(
 
 
 def decode(
-    compressor: Compressor,
+    compressor: Codec,
     payloads: torch.Tensor,
     shape: int | Sequence[int] | None = None,
     *,
@@ -125,7 +125,7 @@ def decode(
 
 
 def recode(
-    compressor: Compressor,
+    compressor: Codec,
     payloads: torch.Tensor,
     residual: torch.Tensor | None,
     numel: int,
@@ -169,7 +169,7 @@ def recode(
 
 def _require_compressor(verb: str, compressor: Any) -> str:
     """The prefix of error messages; raises TypeError if ``compressor`` is not a Compressor."""
-    if not isinstance(compressor, Compressor):
+    if not isinstance(compressor, Codec):
         got = f"the class {compressor.__name__}" if isinstance(compressor, type) else type(compressor).__name__
         raise TypeError(f"{verb}: compressor must be a Compressor such as EFSignSGD(), got {got}")
     return f"{compressor.name}.{verb}"

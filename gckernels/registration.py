@@ -1,4 +1,4 @@
-"""Registration of methods in the tables and, for compressors, definition of their torch ops.
+"""Registration of compressors in the tables and, for codecs, definition of their torch ops.
 
 The ops are ``torch.ops.gckernels.<name>_encode``, ``_decode`` and ``_recode``. They are defined by ``Library.define``
 and ``impl``, which cost about 5 us per call where ``custom_op`` costs at least 20: a synchronisation calls an op once
@@ -16,29 +16,29 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import check_decode, check_encode, check_like, check_recode
-from .compressor import COMPRESSORS, Backend, Compressor, Decoding, Encoding, Recoding
-from .method import METHODS, Method
+from .codec import CODECS, Backend, Codec, Decoding, Encoding, Recoding
+from .compressor import COMPRESSORS, Compressor
 
-M = TypeVar("M", bound=type[Method])
+M = TypeVar("M", bound=type[Compressor])
 
 
 def register(cls: M) -> M:
-    """Class decorator: put a frozen dataclass into :data:`METHODS`; a compressor into :data:`COMPRESSORS` as well, with
-    its torch ops.
+    """Class decorator: put a frozen dataclass into :data:`COMPRESSORS`; a codec into :data:`CODECS` as well, with its
+    torch ops.
 
     Raises:
         ValueError: the name is taken.
-        TypeError: not a frozen dataclass, or a compressor's field that an op cannot take.
+        TypeError: not a frozen dataclass, or a codec's field that an op cannot take.
     """
-    if cls.__name__ in METHODS:
+    if cls.__name__ in COMPRESSORS:
         raise ValueError(f"a compressor named {cls.__name__} is registered already")
     params = getattr(cls, "__dataclass_params__", None)
     if params is None or not params.frozen or cls.__dict__.get("__dataclass_fields__") is None:
         raise TypeError(f"{cls.__name__} must be a frozen dataclass to be registered")
-    if issubclass(cls, Compressor):
+    if issubclass(cls, Codec):
         define_ops(cls)
-        COMPRESSORS[cls.__name__] = cls
-    METHODS[cls.__name__] = cls
+        CODECS[cls.__name__] = cls
+    COMPRESSORS[cls.__name__] = cls
     return cls
 
 
@@ -129,7 +129,7 @@ _VERBS = (
 )
 
 
-def define_ops(cls: type[Compressor]) -> None:
+def define_ops(cls: type[Codec]) -> None:
     """Define, implement and fake the three ops of ``cls``.
 
     Sets ``op_name``, ``"efsignsgd"`` for ``EFSignSGD``, ``encode_op``, ``decode_op``, ``recode_op`` and
@@ -155,9 +155,7 @@ def define_ops(cls: type[Compressor]) -> None:
         setattr(cls, f"{verb.name}_op", getattr(torch.ops.gckernels, op).default)
 
 
-def _implementation(
-    verb: _Verb, build: Callable[..., Compressor], num_fields: int, backend: Backend
-) -> Callable[..., None]:
+def _implementation(verb: _Verb, build: Callable[..., Codec], num_fields: int, backend: Backend) -> Callable[..., None]:
     """``verb`` as the dispatcher calls it: with the unit, the fields of the configuration, the settings."""
     first = verb.unit.count(",") + 1
     behind = first + num_fields
@@ -188,7 +186,7 @@ def _fake(verb: _Verb, cls_name: str) -> Callable[..., None]:
     return fake
 
 
-def _schema_type(cls: type[Compressor], field: dataclasses.Field[Any]) -> str:
+def _schema_type(cls: type[Codec], field: dataclasses.Field[Any]) -> str:
     if field.name in _OP_ARGUMENTS:
         raise TypeError(f"{cls.__name__}.{field.name}: the ops have an argument of this name")
     written = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))

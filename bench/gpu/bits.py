@@ -21,8 +21,8 @@ from bench.gpu.parts import Result
 from bench.lib.budget import Budget
 from bench.lib.faults import DIED, is_broken
 from bench.lib.record import csv_path, merge_csv
-from gckernels import Compressor
-from gckernels.compressor import Backend, Decoding, Encoding, Recoding
+from gckernels import Codec
+from gckernels.codec import Backend, Decoding, Encoding, Recoding
 from gckernels.testing.agreement import assert_payloads_equal, expected_residual
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
 from gckernels.toolkit.kernels.launch import Launch, record_launches
@@ -43,13 +43,13 @@ Row = dict[str, Any]
 
 
 def encode(
-    backend: Backend, compressor: Compressor, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
+    backend: Backend, compressor: Codec, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor
 ) -> None:
-    """Encode like ``Compressor.encode``, by the host or by the Triton back end."""
+    """Encode like ``Codec.encode``, by the host or by the Triton back end."""
     backend.encode(Encoding(compressor, grad, residual, payload[None], 12345, grad.numel()))
 
 
-def decode(backend: Backend, compressor: Compressor, payloads: torch.Tensor, out: torch.Tensor) -> None:
+def decode(backend: Backend, compressor: Codec, payloads: torch.Tensor, out: torch.Tensor) -> None:
     """Write the mean of ``payloads`` ``[sources, nbytes]`` into ``out``; several payloads are added to ``out``."""
     sources = payloads.shape[0]
     backend.decode(Decoding(compressor, payloads[:, None], out, out.numel()), 1.0 / sources, sources > 1)
@@ -57,17 +57,17 @@ def decode(backend: Backend, compressor: Compressor, payloads: torch.Tensor, out
 
 def recode(
     backend: Backend,
-    compressor: Compressor,
+    compressor: Codec,
     payloads: torch.Tensor,
     residual: torch.Tensor | None,
     payload: torch.Tensor,
     numel: int,
 ) -> None:
-    """Recode like ``Compressor.recode``."""
+    """Recode like ``Codec.recode``."""
     backend.recode(Recoding(compressor, payloads, residual, payload, numel, 54321, numel), 1.0 / payloads.shape[0])
 
 
-def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Launch]:
+def launches(compressor: Codec, numel: int, dtype: torch.dtype) -> list[Launch]:
     """The launches that :func:`compare` would make."""
     grad, residual = torch.empty(numel, dtype=dtype), torch.empty(compressor.traits.states * numel)
     payloads = torch.empty(MERGED_SOURCES, compressor.payload_nbytes(numel), dtype=torch.uint8)
@@ -85,7 +85,7 @@ def launches(compressor: Compressor, numel: int, dtype: torch.dtype) -> list[Lau
 
 
 def compare(
-    compressor: Compressor, numel: int, dtype: torch.dtype, device: torch.device, seed: int
+    compressor: Codec, numel: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield every call's name, with a function that calls both implementations and raises unless they agree."""
     random = torch.Generator().manual_seed(seed)

@@ -32,7 +32,7 @@ def run_kernels(budget: Budget) -> Result:
     device = torch.device("cuda")
     for spec in SPECS:
         compressor = gckernels.from_spec(spec)
-        assert isinstance(compressor, gckernels.Compressor)
+        assert isinstance(compressor, gckernels.Codec)
         # filled on the CPU: torch's own kernels need no check
         grad, residual = torch.randn(NUMEL).to(device), torch.randn(compressor.traits.states * NUMEL).to(device)
         payload = torch.zeros(compressor.payload_nbytes(NUMEL), dtype=torch.uint8).to(device)

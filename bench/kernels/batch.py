@@ -26,7 +26,7 @@ from bench.lib import resnet50
 from bench.lib.budget import Budget
 from bench.lib.record import merge_csv
 from gckernels.batch import bind_decodes, bind_encodes
-from gckernels.compressor import Decoding, Encoding
+from gckernels.codec import Decoding, Encoding
 
 SPECS = ("BlockQuant", "EFSignSGD", "TernGrad", "Identity", "TopK")
 ROUNDS, WARM_UP = 25, 3
@@ -53,7 +53,7 @@ def timed(step: Callable[[], None], device: torch.device) -> Times:
     return Times(host - start, time.perf_counter() - start)
 
 
-def arms(compressor: gckernels.Compressor, sizes: list[int], device: torch.device) -> dict[str, Callable[[], None]]:
+def arms(compressor: gckernels.Codec, sizes: list[int], device: torch.device) -> dict[str, Callable[[], None]]:
     """Functions by name that make a step one by one and bound, each on separate tensors."""
 
     def units() -> tuple[list[Encoding], list[Decoding]]:
@@ -91,7 +91,7 @@ def arms(compressor: gckernels.Compressor, sizes: list[int], device: torch.devic
 def compared(spec: str, units: str, device: torch.device) -> list[dict[str, object]]:
     """A row of results per variant, for one compressor and the set of units named ``units``."""
     compressor = gckernels.from_spec(spec)
-    assert isinstance(compressor, gckernels.Compressor)
+    assert isinstance(compressor, gckernels.Codec)
     sizes = [numel for numel in resnet50.sizes() if numel < SETS[units]]
     steps = arms(compressor, sizes, device)
     times_by_arm: dict[str, list[Times]] = {name: [] for name in steps}

@@ -29,7 +29,7 @@ import torch
 import gckernels
 from bench.lib import fake_driver, resnet50
 from bench.lib.record import write_csv
-from gckernels.compressor import Decoding, Encoding
+from gckernels.codec import Decoding, Encoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.configurations import DEFAULTS
 from gckernels.toolkit.kernels.launch import record_launches
@@ -61,7 +61,7 @@ def min_us(step: Callable[[], None], rounds: int, calls: int) -> float:
     return best / calls * 1e6
 
 
-def steps(compressor: gckernels.Compressor, sizes: Sequence[int]) -> Iterator[Calls]:
+def steps(compressor: gckernels.Codec, sizes: Sequence[int]) -> Iterator[Calls]:
     """Yield encode and decode of units of ``sizes`` elements."""
     encodings, decodings = [], []
     for numel in sizes:
@@ -117,7 +117,7 @@ def rows(specs: Sequence[str], rounds: int, calls: int) -> Iterator[dict[str, An
     for spec in specs:
         compressor = gckernels.from_spec(spec)
         for name, shapes in SETS.items():
-            if isinstance(compressor, gckernels.Compressor):
+            if isinstance(compressor, gckernels.Codec):
                 steps_of_set = steps(compressor, [math.prod(shape) for shape in shapes])
             else:
                 steps_of_set = powersgd_steps(shapes)

@@ -58,7 +58,7 @@ def timed_on_gpu(calls: Sequence[Call], before: Call) -> list[Callable[[], float
 def compared(spec: str, device: torch.device) -> dict[str, object]:
     """A row of the table: one sparsifier against ``torch.topk``."""
     compressor = gckernels.from_spec(spec)
-    assert isinstance(compressor, gckernels.Compressor)
+    assert isinstance(compressor, gckernels.Codec)
     grad = torch.randn(NUMEL, device=device)
     residual = torch.zeros(compressor.traits.states * NUMEL, device=device)
     payload = torch.empty(compressor.payload_nbytes(NUMEL), dtype=torch.uint8, device=device)

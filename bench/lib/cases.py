@@ -18,7 +18,7 @@ import torch
 import gckernels
 from bench.lib.peers import PEERS, Peer
 from gckernels.batch import bind_decodes, bind_encodes
-from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.codec import Decoding, Encoding, Recoding
 from gckernels.toolkit import reference
 from gckernels.toolkit.kernels.launch import Launch, record_launches
 
@@ -96,10 +96,10 @@ class Case:
         return grad_nbytes + residual_nbytes + payloads_nbytes
 
     @property
-    def compressor(self) -> gckernels.Compressor:
+    def compressor(self) -> gckernels.Codec:
         """The compressor of ``spec``."""
         compressor = gckernels.from_spec(self.spec)
-        assert isinstance(compressor, gckernels.Compressor)
+        assert isinstance(compressor, gckernels.Codec)
         return compressor
 
     @property
@@ -230,7 +230,7 @@ def yardstick(device: torch.device) -> Callable[[], Any]:
 
 def all_specs() -> list[str]:
     """Specs of every registered compressor at its default, and :data:`OTHERS`."""
-    return sorted([*gckernels.COMPRESSORS, *OTHERS])
+    return sorted([*gckernels.CODECS, *OTHERS])
 
 
 def all_cases(specs: Sequence[str], sizes: Sequence[int]) -> list[Case]:

@@ -144,7 +144,7 @@ def summary(plan: sync.Plan) -> str:
     return ", ".join(f"{numel / total:.1%} {what}" for what, numel in shares.most_common())
 
 
-def _short(method: gckernels.Method) -> str:
+def _short(method: gckernels.Compressor) -> str:
     """The spec of a method without the fields that have their defaults, and without a shape that it is fitted to."""
     fields = [each for each in dataclasses.fields(method) if each.name not in ("rows", "cols")]
     given = {each.name: getattr(method, each.name) for each in fields if getattr(method, each.name) != each.default}

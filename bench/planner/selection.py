@@ -30,7 +30,7 @@ import torch
 
 import gckernels
 from bench.lib.record import merge_csv
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import Option, draft_of_launches
 from gckernels.sync.planner.drafts.options import all_options
@@ -84,7 +84,7 @@ def problem_of(
 ) -> Problem:
     """A problem in which all tensors with two dimensions or more may use all compressors."""
     compressors = tuple(map(gckernels.from_spec, specs))
-    allowed: dict[str, tuple[Method, ...]] = {
+    allowed: dict[str, tuple[Compressor, ...]] = {
         tensor.name: compressors for tensor in trace.tensors if tensor.shape is None or len(tensor.shape) > 1
     }
     return Problem(trace, Pricer(load_machine(machine)), attached, allowed, **more)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ from bench.lib.models import WORKLOADS
 from bench.lib.rounds import ratio_columns, take_turns
 from bench.sync.steps import RATES, ROUNDS_MIN, ranks_of, slowest, throttle
 from gckernels import sync
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync.accuracy.accuracy import allowed_compressors, relative_error
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
 from gckernels.sync.planner.choice import POLICIES
@@ -171,7 +171,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     return rows if dist.get_rank() == 0 else []
 
 
-def _recorded(plain: Arm, methods: Sequence[Method]) -> Trace:
+def _recorded(plain: Arm, methods: Sequence[Compressor]) -> Trace:
     """The trace of some steps of plain DDP."""
     recording = sync.record(plain.model, steps=RECORDED_STEPS, compressors=methods)
     while not recording.done:

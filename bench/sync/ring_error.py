@@ -14,7 +14,7 @@ import torch
 
 import gckernels
 from bench.lib.record import write_csv
-from gckernels.compressor import Compressor, chunk_bounds, chunk_numel
+from gckernels.codec import Codec, chunk_bounds, chunk_numel
 from gckernels.sync.messages.seeds import step_seed, unit_seed
 
 NUMEL, STEPS = 2**16, 20
@@ -25,7 +25,7 @@ SPECS = ("Cast16", "BlockQuant", "BlockQuant(bits=4)", "QSGD", "EFSignSGD", "Top
 class SimulatedRank:
     """A rank with its compressor and a residual for each name that it encodes under."""
 
-    def __init__(self, compressor: Compressor, rank: int) -> None:
+    def __init__(self, compressor: Codec, rank: int) -> None:
         self.compressor, self.rank = compressor, rank
         self.residuals: dict[str, torch.Tensor] = {}
 
@@ -39,7 +39,7 @@ class SimulatedRank:
         return payload
 
 
-def decoded(compressor: Compressor, payloads: list[torch.Tensor], numel: int, size: int) -> torch.Tensor:
+def decoded(compressor: Codec, payloads: list[torch.Tensor], numel: int, size: int) -> torch.Tensor:
     """The sum of the decoded payloads."""
     values = torch.zeros(numel)
     compressor.decode(torch.stack(payloads), values, size=size)

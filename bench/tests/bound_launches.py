@@ -16,7 +16,7 @@ import triton.language as tl
 import gckernels
 from bench.kernels import launch_cost
 from bench.lib import fake_driver
-from gckernels.compressor import Decoding, Encoding
+from gckernels.codec import Decoding, Encoding
 from gckernels.toolkit.kernels import batch
 from gckernels.toolkit.kernels.launch import bind_launch, launch
 

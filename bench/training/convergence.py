@@ -51,7 +51,7 @@ RANKS = 2
 def parse_args() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    known = [PLAIN, *sorted(gckernels.METHODS)]
+    known = [PLAIN, *sorted(gckernels.COMPRESSORS)]
     parser.add_argument("--models", nargs="+", default=list(SHORT), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--compressors", nargs="+", default=known, metavar="SPEC", help='"none" is plain DDP')
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED")

@@ -68,7 +68,7 @@ class Recipe:
     def lr_factor(self, adamw: bool) -> float:
         return self.adamw_lr if adamw else self.sgd_lr
 
-    def compressor(self, spec: str, adamw: bool, steps: int) -> gckernels.Method:
+    def compressor(self, spec: str, adamw: bool, steps: int) -> gckernels.Compressor:
         settings = dict(self.adamw_settings) if adamw else {}
         if self.warmup:
             settings["warmup_steps"] = int(self.warmup * steps)

@@ -36,7 +36,7 @@ from typing import ClassVar
 import triton
 import triton.language as tl
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit import fp8
 from ..toolkit.constants import Constants

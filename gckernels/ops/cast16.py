@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.cast import CastCompressor
 from ..toolkit.fields import as_dtype, require_in

@@ -23,7 +23,7 @@ so limiting it to ``c`` needs ``clip = c * workers``. The norm is that of the un
 
 **Warm-up** (3.3). In the first ``warmup_steps`` compressed steps the ratio falls: 0.25, 0.0625, 0.015625, 0.004, for a
 quarter of the steps each, but never below ``ratio``. The paper uses these ratios for one epoch each, and 0.001 after
-them. :meth:`~gckernels.Method.at_step` returns the compressor of a step, which ``sync.attach`` uses; the operators
+them. :meth:`~gckernels.Compressor.at_step` returns the compressor of a step, which ``sync.attach`` uses; the operators
 always send ``ratio``.
 
 The owner of a shard sparsifies the mean of the payloads again, without momentum and clipping, and with a separate
@@ -52,7 +52,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.fields import require_float, require_in
 from ..toolkit.sparsifier import Sparsifier

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.fields import require_block
 from ..toolkit.numeric import negated_torch

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.selection import Sampled

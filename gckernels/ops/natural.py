@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import torch
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.quantizer import MapQuantizer, Maps
 

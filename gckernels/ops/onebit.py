@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import torch
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.fields import require_block
 from ..toolkit.quantizer import SUM, MapQuantizer, Maps, Statistic

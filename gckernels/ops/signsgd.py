@@ -30,7 +30,7 @@ from typing import ClassVar
 
 import torch
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.quantizer import LARGEST, MapQuantizer, Maps, Statistic
 from ..toolkit.quantizer.statistics import MAGNITUDE

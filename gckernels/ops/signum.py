@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.constants import Constants
 from ..toolkit.fields import require_float

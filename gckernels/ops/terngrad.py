@@ -36,7 +36,7 @@ from typing import ClassVar
 
 import torch
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.fields import require_block, require_float
 from ..toolkit.numeric import reciprocal_torch, small_to_fp32_torch, sqrt_torch

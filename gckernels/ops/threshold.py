@@ -27,7 +27,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ..method import Traits
+from ..compressor import Traits
 from ..registration import register
 from ..toolkit.fields import require_float
 from ..toolkit.sparsifier import Sparsifier

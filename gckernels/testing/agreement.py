@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from gckernels import Compressor
+from gckernels import Codec
 from gckernels.toolkit import bitpack
 from gckernels.toolkit.quantizer import SUM, MapQuantizer
 from gckernels.toolkit.reference import new_residual
@@ -22,7 +22,7 @@ def _longest_chain(numel: int) -> int:
     return max(4 * 16 + 8, 16384 // 8 + 8, 12 + numel // (1024 * 4096) + 10)
 
 
-def has_sums(compressor: Compressor) -> bool:
+def has_sums(compressor: Codec) -> bool:
     """Whether the statistics contain sums, whose terms every implementation adds in a different order.
 
     All terms of a sum have the same sign, so its relative error is at most one rounding per addition, and a few more
@@ -32,7 +32,7 @@ def has_sums(compressor: Compressor) -> bool:
 
 
 def assert_payloads_equal(
-    compressor: Compressor,
+    compressor: Codec,
     size: int,
     got: torch.Tensor,
     want: torch.Tensor,
@@ -66,7 +66,7 @@ def assert_payloads_equal(
 
 
 def expected_residual(
-    compressor: Compressor,
+    compressor: Codec,
     grad: torch.Tensor,
     residual: torch.Tensor,
     payload: torch.Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import gckernels
-from gckernels import COMPRESSORS, Compressor
+from gckernels import CODECS, Codec
 
 EXTRA = (
     "BlockFP8(format='e5m2', block=32)",
@@ -37,5 +37,5 @@ EXTRA = (
 )
 """Configurations in addition to the default one of every class."""
 
-DEFAULTS: dict[str, Compressor] = {name: cls() for name, cls in sorted(COMPRESSORS.items())}
-CONFIGURATIONS: dict[str, Compressor] = DEFAULTS | {spec: cast(Compressor, gckernels.from_spec(spec)) for spec in EXTRA}
+DEFAULTS: dict[str, Codec] = {name: cls() for name, cls in sorted(CODECS.items())}
+CONFIGURATIONS: dict[str, Codec] = DEFAULTS | {spec: cast(Codec, gckernels.from_spec(spec)) for spec in EXTRA}

@@ -36,8 +36,8 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
-from ..compressor import Compressor
-from ..method import Method, from_spec
+from ..codec import Codec
+from ..compressor import Compressor, from_spec
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Example:
         residual: the residual after encoding, with all states; ``None`` where the docstring does not give it.
     """
 
-    compressor: Compressor
+    compressor: Codec
     values: tuple[float, ...]
     payload: bytes
     decoded: tuple[float, ...]
@@ -69,16 +69,16 @@ def docstring(cls: type) -> str:
 _SIZE = re.compile(r"Size in bytes: ``(.*?)``", re.DOTALL)
 
 
-def size_formula(cls: type[Method]) -> str | None:
+def size_formula(cls: type[Compressor]) -> str | None:
     """The expression for the size of a payload, from the module of the class or of its nearest base class."""
     for base in cls.__mro__:
-        stated = _SIZE.search(docstring(base)) if base is not Compressor else None
+        stated = _SIZE.search(docstring(base)) if base is not Codec else None
         if stated:
             return " ".join(stated[1].split())
     return None
 
 
-def stated_nbytes(compressor: Compressor, numel: int) -> int:
+def stated_nbytes(compressor: Codec, numel: int) -> int:
     """The size in bytes of the payload of ``numel`` elements, as the docstring states it.
 
     Raises:
@@ -112,7 +112,7 @@ _BYTES = re.compile(r"^bytes +(\d+)\.\.(\d+)  ((?:[0-9A-F]{2} |\.\. )*[0-9A-F]{2
 _LAST = re.compile(r"^decoded (\[.*?\])(?:, residual .*?(\[.*\]))?$")
 
 
-def examples(cls: type[Compressor]) -> list[Example]:
+def examples(cls: type[Codec]) -> list[Example]:
     """The worked examples of a compressor.
 
     Raises:
@@ -127,7 +127,7 @@ def examples(cls: type[Compressor]) -> list[Example]:
         payload = b"".join(_row(cls.__name__, row) for row in rows)
         residual = _numbers(stated[2]) if stated[2] else None
         compressor = from_spec(spec)
-        assert isinstance(compressor, Compressor)
+        assert isinstance(compressor, Codec)
         found.append(Example(compressor, _numbers(values), payload, _numbers(stated[1]), residual))
     return found
 
@@ -160,7 +160,7 @@ _SOURCE = re.compile(
 )
 
 
-def sources(cls: type[Method]) -> list[str]:
+def sources(cls: type[Compressor]) -> list[str]:
     """The publications that the docstring names, in Markdown, in its order."""
     found = []
     for authors, venue, year, number in _SOURCE.findall(" ".join(docstring(cls).split())):

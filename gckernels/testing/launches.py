@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from gckernels import Compressor, chunk_numel
-from gckernels.compressor import Backend, Decoding, Encoding, Recoding
+from gckernels import Codec, chunk_numel
+from gckernels.codec import Backend, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.aot import TARGETS, compile_launches, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
@@ -38,7 +38,7 @@ Call = tuple[str, dict[str, torch.Tensor], list[Launch]]
 """The name of a call, its tensors, and what it launches."""
 
 
-def launches(compressor: Compressor, variant: str) -> list[Call]:
+def launches(compressor: Codec, variant: str) -> list[Call]:
     """The launches of a variant: encode without and with feedback and decode; and, where they have kernels of their
     own, recode, and encode with feedback, decode and recode of many units."""
     shape = VARIANTS[variant]
@@ -49,7 +49,7 @@ def launches(compressor: Compressor, variant: str) -> list[Call]:
 
 
 def calls_of_one(
-    compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int, accumulate: bool
+    compressor: Codec, dtype: torch.dtype, numel: int, chunks: int, sources: int, accumulate: bool
 ) -> list[Call]:
     """Encode without and with feedback, and decode."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
@@ -66,7 +66,7 @@ def calls_of_one(
     ]
 
 
-def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> list[Call]:
+def calls_of_many(compressor: Codec, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> list[Call]:
     """Encode with feedback and decode of many units; recode, of one and of many, where that has kernels of its own."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     shard, payload = residual[:size], torch.empty_like(payloads[0, 0])
@@ -94,7 +94,7 @@ def calls_of_many(compressor: Compressor, dtype: torch.dtype, numel: int, chunks
     return calls
 
 
-def call_of_large(compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> Call:
+def call_of_large(compressor: Codec, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> Call:
     """Encode with feedback as a bound unit that has its own launches, whose seed is read from memory."""
     size, payloads, grad, residual = _tensors(compressor, dtype, numel, chunks, sources)
     unit, added = (
@@ -109,7 +109,7 @@ def call_of_large(compressor: Compressor, dtype: torch.dtype, numel: int, chunks
 
 
 def _tensors(
-    compressor: Compressor, dtype: torch.dtype, numel: int, chunks: int, sources: int
+    compressor: Codec, dtype: torch.dtype, numel: int, chunks: int, sources: int
 ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Elements of a chunk, payloads, gradient, residual."""
     size = chunk_numel(numel, chunks)
@@ -154,12 +154,12 @@ def calls_of_powersgd(dtype: torch.dtype, rows: int, cols: int, rank: int) -> li
     ]
 
 
-def has_batches(compressor: Compressor) -> bool:
+def has_batches(compressor: Codec) -> bool:
     """Whether many units at once have kernels of their own."""
     return isinstance(compressor.triton, KernelBackend)
 
 
-def has_recode(compressor: Compressor) -> bool:
+def has_recode(compressor: Codec) -> bool:
     """Whether recode has kernels of its own, other than those of decode and encode."""
     return type(compressor.triton).recode is not Backend.recode
 
@@ -208,7 +208,7 @@ def records(targets: Collection[int], configurations: Collection[str], varied: C
     return found
 
 
-def kernels_of_all_steps(compressor: Compressor) -> int:
+def kernels_of_all_steps(compressor: Codec) -> int:
     """How many kernels are compiled to encode the same unit with many seeds."""
     grad = torch.empty(1000, dtype=torch.float32, device="cpu")
     payload = grad.new_empty(1, compressor.payload_nbytes(1000), dtype=torch.uint8)

@@ -1,18 +1,18 @@
 """Specification of feedback, chunks and merging, which all algorithms share, in plain and slow torch.
 
-``Compressor.encode_reference`` and ``decode_reference`` specify one payload. The functions here specify how
-``Compressor.encode``, ``decode`` and ``recode`` use them. Tests and benchmarks compare against these functions.
+``Codec.encode_reference`` and ``decode_reference`` specify one payload. The functions here specify how
+``Codec.encode``, ``decode`` and ``recode`` use them. Tests and benchmarks compare against these functions.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..compressor import Backend, Compressor, Decoding, Encoding, chunk_numel
+from ..codec import Backend, Codec, Decoding, Encoding, chunk_numel
 
 
 def encode_reference(
-    compressor: Compressor,
+    compressor: Codec,
     grad: torch.Tensor,
     residual: torch.Tensor | None,
     chunks: int = 1,
@@ -44,7 +44,7 @@ def last_state(states: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def new_residual(
-    compressor: Compressor, accumulated: torch.Tensor, decoded: torch.Tensor, residual: torch.Tensor
+    compressor: Codec, accumulated: torch.Tensor, decoded: torch.Tensor, residual: torch.Tensor
 ) -> torch.Tensor:
     """The new residual, ``[states * numel]``; elements that would not be finite keep their old states."""
     left = compressor.keep(accumulated, decoded)
@@ -53,7 +53,7 @@ def new_residual(
 
 
 def decode_reference(
-    compressor: Compressor,
+    compressor: Codec,
     payloads: torch.Tensor,
     out: torch.Tensor,
     scale: float = 1.0,

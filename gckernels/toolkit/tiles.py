@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..compressor import CHUNK_ALIGN
+from ..codec import CHUNK_ALIGN
 from .numeric import store, to_fp32
 from .payload import round_up
 from .target import for_nvidia

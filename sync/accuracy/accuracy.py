@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from gckernels.compressor import GRAD_DTYPES, Compressor
-from gckernels.method import METHODS, Method, from_spec
+from gckernels.codec import GRAD_DTYPES, Codec
+from gckernels.compressor import COMPRESSORS, Compressor, from_spec
 from gckernels.ops import BlockQuant, Identity, PowerSGD, RandomK
 
 from ..plans.arguments import as_method
@@ -55,7 +55,7 @@ class Accuracy:
 
     limit: float
     low_rank_limit: float = 0.0
-    named: tuple[Method, ...] | None = None
+    named: tuple[Compressor, ...] | None = None
 
     @property
     def largest(self) -> float | None:
@@ -69,7 +69,7 @@ class Accuracy:
             return not all(is_safe(method) for method in self.named)
         return self.limit > SAFE_ERROR
 
-    def allows(self, method: Method, tensor: TracedTensor) -> bool:
+    def allows(self, method: Compressor, tensor: TracedTensor) -> bool:
         """Whether the method may be chosen for the tensor.
 
         Args:
@@ -78,7 +78,7 @@ class Accuracy:
         """
         return (tensor.role is not Role.VECTOR or method.traits.summable) and self.admits(method, tensor)
 
-    def admits(self, method: Method, tensor: TracedTensor) -> bool:
+    def admits(self, method: Compressor, tensor: TracedTensor) -> bool:
         """Whether the method loses no more of the tensor than the rule allows, so that a plan with it may run.
 
         Args:
@@ -91,7 +91,7 @@ class Accuracy:
         limit = self.limit_of(method, tensor.role)
         return bool(self.limit) and found is not None and keeps_meaning(method) and found.value <= limit
 
-    def limit_of(self, method: Method, role: Role) -> float:
+    def limit_of(self, method: Compressor, role: Role) -> float:
         """The largest error of a method on a tensor; infinity for a list.
 
         Args:
@@ -108,7 +108,7 @@ class Accuracy:
         return limit
 
 
-AccuracyLike: TypeAlias = str | float | Iterable[Method | str] | Accuracy
+AccuracyLike: TypeAlias = str | float | Iterable[Compressor | str] | Accuracy
 """``"exact"``, ``"safe"``, ``"aggressive"``, a number from 0 to 1, compressors, or a rule."""
 
 
@@ -153,7 +153,7 @@ def as_accuracy(given: AccuracyLike) -> Accuracy:
     raise TypeError(f"accuracy must be {allowed}, got {type(given).__name__}")
 
 
-def allowed_compressors(trace: Trace, accuracy: AccuracyLike = "safe") -> dict[str, tuple[Method, ...]]:
+def allowed_compressors(trace: Trace, accuracy: AccuracyLike = "safe") -> dict[str, tuple[Compressor, ...]]:
     """The compressors that each tensor may use beside :class:`~gckernels.Identity`, fitted to its shape, by its name.
 
     The candidates are those that the trace has measured, or all registered compressors if it has measured none. Every
@@ -236,7 +236,7 @@ def has_measured_errors(trace: Trace) -> bool:
     return any(tensor.errors for tensor in trace.tensors)
 
 
-def error_on(tensor: TracedTensor, method: Method) -> RelativeError | None:
+def error_on(tensor: TracedTensor, method: Compressor) -> RelativeError | None:
     """The relative error of a method on a tensor, measured if the trace has it; ``None`` if it is not known.
 
     Args:
@@ -253,48 +253,48 @@ def error_on(tensor: TracedTensor, method: Method) -> RelativeError | None:
     return None if value is None else RelativeError(value, assumed=True)
 
 
-def keeps_meaning(method: Method) -> bool:
+def keeps_meaning(method: Compressor) -> bool:
     """Whether the decoded gradients mean to the optimizer what the gradients do."""
     traits = method.traits
     is_chosen = not isinstance(method, RandomK)  # its entries are sent whatever they are, most of the norm is late
     return traits.averages and traits.conserves and not traits.applies_momentum and is_chosen
 
 
-def is_safe(method: Method) -> bool:
+def is_safe(method: Compressor) -> bool:
     """Whether the rule ``"safe"`` allows the method on a matrix with synthetic gradients."""
     return Accuracy(SAFE_ERROR).allows(method, TracedTensor("matrix", 1, 0.0))
 
 
-def candidates(trace: Trace) -> tuple[Method, ...]:
+def candidates(trace: Trace) -> tuple[Compressor, ...]:
     """The methods that may be chosen for a model: those that the trace has measured, or else the default ones."""
     specs = dict.fromkeys(spec for tensor in trace.tensors for spec in tensor.errors)
     measured = tuple(method for method in map(_method, specs) if method is not None and method != Identity())
     return measured if specs else candidates_by_default()
 
 
-def candidates_by_default() -> tuple[Method, ...]:
+def candidates_by_default() -> tuple[Compressor, ...]:
     """All registered methods that keep the meaning of gradients, with their defaults, and 4-bit blocks."""
-    methods = [method for method in map(_method, METHODS) if method is not None]  # a user's may have no defaults
+    methods = [method for method in map(_method, COMPRESSORS) if method is not None]  # a user's may have no defaults
     return (*(method for method in methods if keeps_meaning(method) and method != Identity()), BlockQuant(bits=4))
 
 
-def fitted(method: Method, tensor: TracedTensor) -> Method | None:
+def fitted(method: Compressor, tensor: TracedTensor) -> Compressor | None:
     """The method for the shape of a tensor; ``None`` if it does not take it, or needs a shape that is not known."""
     if tensor.dtype not in GRAD_DTYPES:
         return None
     if tensor.shape is None:
-        return method if isinstance(method, Compressor) else None
+        return method if isinstance(method, Codec) else None
     fit = method.fit(tensor.shape)
     return fit if fit.name == method.name else None
 
 
-def unfitted(method: Method) -> Method:
+def unfitted(method: Compressor) -> Compressor:
     """The method as it is before it is fitted to a shape."""
     return replace(method, rows=None) if isinstance(method, PowerSGD) else method
 
 
 @functools.lru_cache(maxsize=1024)
-def _method(spec: str) -> Method | None:
+def _method(spec: str) -> Compressor | None:
     """The method of a spec; ``None`` if this process does not have it, such as one of another user."""
     try:
         return from_spec(spec)

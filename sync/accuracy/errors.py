@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gckernels import functional
-from gckernels.compressor import GRAD_DTYPES, Compressor
-from gckernels.method import Method
+from gckernels.codec import GRAD_DTYPES, Codec
+from gckernels.compressor import Compressor
 from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import reference as powersgd
 
@@ -22,7 +22,7 @@ _LAST_STEP = 2**40  # compressors that begin mildly are judged by their final se
 _SEED = 0x5EED
 
 
-def relative_error(method: Method, gradients: Sequence[torch.Tensor], shape: Sequence[int] | None) -> float | None:
+def relative_error(method: Compressor, gradients: Sequence[torch.Tensor], shape: Sequence[int] | None) -> float | None:
     """The relative error of a method on consecutive gradients of one tensor, as a root mean square.
 
     A method with feedback is warmed up on the first half of the gradients. Gradients with inf or NaN are left out.
@@ -40,7 +40,7 @@ def relative_error(method: Method, gradients: Sequence[torch.Tensor], shape: Seq
     finite = [gradient for gradient in gradients if gradient.isfinite().all()]
     if not finite or fitted.name != method.name or finite[0].dtype not in GRAD_DTYPES:
         return None
-    if isinstance(fitted, Compressor):
+    if isinstance(fitted, Codec):
         pairs = _coded(fitted, finite)
     elif isinstance(fitted, PowerSGD) and fitted.rows is not None:
         pairs = _projected(fitted, finite)
@@ -55,7 +55,7 @@ def relative_error(method: Method, gradients: Sequence[torch.Tensor], shape: Seq
 
 
 def relative_errors(
-    methods: Sequence[Method], gradients: Sequence[torch.Tensor], shape: Sequence[int] | None
+    methods: Sequence[Compressor], gradients: Sequence[torch.Tensor], shape: Sequence[int] | None
 ) -> dict[str, float]:
     """The relative errors of those methods that can be measured, by their specs; see :func:`relative_error`."""
     errors = {str(method): relative_error(method, gradients, shape) for method in methods}
@@ -67,11 +67,11 @@ def _square(values: torch.Tensor, decoded: torch.Tensor) -> float | None:
     return left / before if before else None
 
 
-def _coded(compressor: Compressor, gradients: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _coded(compressor: Codec, gradients: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each gradient the values that are encoded, and the values that are decoded, both in fp32."""
     numel, states = gradients[0].numel(), compressor.traits.states
     final = compressor.at_step(_LAST_STEP)
-    assert isinstance(final, Compressor)
+    assert isinstance(final, Codec)
     residual = (
         torch.zeros(states * numel, dtype=torch.float32, device="cpu") if compressor.traits.needs_feedback else None
     )

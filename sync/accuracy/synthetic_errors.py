@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from .errors import relative_error
 
@@ -20,7 +20,7 @@ _RMS = 0.01  # compressors with an absolute threshold depend on it
 
 
 @functools.lru_cache(maxsize=256)
-def assumed_error(method: Method) -> float | None:
+def assumed_error(method: Compressor) -> float | None:
     """The relative error of a method on synthetic gradients; ``None`` if it cannot be measured.
 
     Args:

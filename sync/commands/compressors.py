@@ -36,7 +36,7 @@ def compressors() -> list[dict[str, Any]]:
     """All methods with their default settings, as records of JSON values."""
     numel = math.prod(_REFERENCE_SHAPE)
     records = []
-    for name in sorted(gckernels.METHODS):
+    for name in sorted(gckernels.COMPRESSORS):
         method = gckernels.from_spec(name)
         fitted = method.fit(_REFERENCE_SHAPE)
         nbytes = sum(fitted.round_nbytes(numel, index) for index in range(fitted.rounds))

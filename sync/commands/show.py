@@ -34,7 +34,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     return Exit.OK
 
 
-def generated_source(method: gckernels.Method, *, triton: bool) -> str:
+def generated_source(method: gckernels.Compressor, *, triton: bool) -> str:
     """The functions that are generated for a quantiser, in Triton or in C.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..plans.plan import Plan
 from ..programs.stages import may_recode
@@ -25,9 +25,9 @@ def compile_host(plan: Plan, places: Places, rank: int) -> None:
         method.compile_host(recodes)
 
 
-def host_methods(plan: Plan, places: Places) -> dict[Method, bool]:
+def host_methods(plan: Plan, places: Places) -> dict[Compressor, bool]:
     """The methods that compute on the host at any time of the training, each with whether it recodes there."""
-    wanted: dict[Method, bool] = {}
+    wanted: dict[Compressor, bool] = {}
     for unit in plan.units:
         codings = [step for step in unit.program if isinstance(step, Coding)]
         if places.apart:

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
@@ -29,7 +29,7 @@ _CALLERS = {Attached.DDP: "attach", Attached.SYNCHRONIZER: "Synchronizer"}
 
 def plan(
     model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]],
-    compressor: Method | str,
+    compressor: Compressor | str,
     *,
     program: Program | str | None = None,
     exempt: Exempt | Iterable[str] | Literal["default"] | None = "default",
@@ -94,7 +94,7 @@ class Request:
     """
 
     attached: Attached
-    plan: Plan | Method | str
+    plan: Plan | Compressor | str
     strict: bool
     memory_budget_mb: float | None
     grad_scaler: GradScaler | None

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
-from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.codec import Decoding, Encoding, Recoding
 
 from ..programs.residuals import encoder_of
 from ..programs.stages import StageSpec

@@ -13,7 +13,7 @@ from typing import assert_never
 import torch
 
 from gckernels.batch import bind_decodes, bind_encodes
-from gckernels.compressor import SEED_MASK, Decoding, Encoding
+from gckernels.codec import SEED_MASK, Decoding, Encoding
 from gckernels.ops import PowerSGD
 from gckernels.ops.powersgd import ops as powersgd_ops
 from gckernels.toolkit.payload import ALIGN_NBYTES, round_up

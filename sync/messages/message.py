@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 
 from ..communication.communicators import Communicators
 from ..plans.plan import UnitPlan
@@ -35,10 +35,10 @@ class Unit:
     grad: torch.Tensor
 
 
-def compressor_of(unit: Unit, kind: str = "worker") -> Compressor:
-    """The compressor of one of the encodings of a unit whose method is a :class:`~gckernels.Compressor`."""
+def compressor_of(unit: Unit, kind: str = "worker") -> Codec:
+    """The compressor of one of the encodings of a unit whose method is a :class:`~gckernels.Codec`."""
     compressor = unit.plan.encoder(kind)
-    assert isinstance(compressor, Compressor)
+    assert isinstance(compressor, Codec)
     return compressor
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from gckernels.batch import bind_decodes
-from gckernels.compressor import Decoding, Encoding, chunk_bounds
+from gckernels.codec import Decoding, Encoding, chunk_bounds
 
 from ..programs.sizes import Data
 from ..programs.stages import StageSpec

@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from gckernels.compressor import SEED_MASK
+from gckernels.codec import SEED_MASK
 
 from ..programs.steps import Place
 from ..resources.memory_spaces import Places

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..plans.plan import Plan
 from ..programs.stages import StageKind
@@ -40,6 +40,6 @@ class FreeCodecs(DerivedMachine):
         return 0.0
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         return Price(np.zeros_like(elements))

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gckernels.method import Method, from_spec
+from gckernels.compressor import Compressor, from_spec
 
 from ..programs.named import PROGRAMS
 from ..programs.steps import Program, Step
@@ -47,7 +47,7 @@ def _described(given: object) -> str:
     return f"{kind}; call its items()" if isinstance(given, Mapping) else kind
 
 
-def as_method(argument: str, given: object, otherwise: str = "") -> Method:
+def as_method(argument: str, given: object, otherwise: str = "") -> Compressor:
     """The compressor that ``given`` is, or of which it is a spec that :func:`gckernels.from_spec` reads.
 
     Args:
@@ -59,7 +59,7 @@ def as_method(argument: str, given: object, otherwise: str = "") -> Method:
         TypeError: ``given`` is neither a method nor text.
         ValueError: the spec names no compressor, or has a value that the compressor refuses.
     """
-    if isinstance(given, Method):
+    if isinstance(given, Compressor):
         return given
     if isinstance(given, str):
         try:
@@ -69,7 +69,7 @@ def as_method(argument: str, given: object, otherwise: str = "") -> Method:
     got = type(given).__name__
     if isinstance(given, type):
         got = f"the class {given.__name__}"
-        got += f"; write {given.__name__}()" if issubclass(given, Method) else ""
+        got += f"; write {given.__name__}()" if issubclass(given, Compressor) else ""
     otherwise = f"{otherwise}, " if otherwise else ""
     raise TypeError(
         f"{argument} must be {otherwise}a compressor such as gckernels.EFSignSGD(), or its spec such as "

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from gckernels.compressor import CHUNK_ALIGN, GRAD_DTYPES, Compressor, chunk_numel
-from gckernels.method import Method
+from gckernels.codec import CHUNK_ALIGN, GRAD_DTYPES, Codec, chunk_numel
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..programs.named import ALLREDUCE, default_program
@@ -31,7 +31,7 @@ def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
 
 def uniform_plan(
     parameters: Mapping[str, torch.nn.Parameter],
-    compressor: Method,
+    compressor: Compressor,
     world_size: int,
     program: Program | None = None,
     exempt: Exempt | None = None,
@@ -76,7 +76,7 @@ def parted(plan: Plan, max_numel: int) -> Plan:
         raise ValueError(f"parted: max_numel must be an int from {CHUNK_ALIGN} up, got {max_numel!r}")
     units: list[UnitPlan] = []
     for unit in plan.units:
-        if unit.numel <= max_numel or unit.also or not isinstance(unit.compressor, Compressor):
+        if unit.numel <= max_numel or unit.also or not isinstance(unit.compressor, Codec):
             units.append(unit)
             continue
         size = min(chunk_numel(unit.numel, -(-unit.numel // max_numel)), max_numel // CHUNK_ALIGN * CHUNK_ALIGN)

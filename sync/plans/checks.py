@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from gckernels.compressor import GRAD_DTYPES, Compressor
+from gckernels.codec import GRAD_DTYPES, Codec
 from gckernels.ops import Identity
 
 from ..programs.named import ALLREDUCE, POWERSGD
@@ -35,7 +35,7 @@ def contradictions(units: Sequence[UnitPlan], channels: int) -> list[str]:
     for unit in units:
         if unit.channel is not None and unit.channel >= channels:
             found.append(f"{unit.key}: channel must be less than channels, which is {channels}, got {unit.channel}")
-        if unit.channel and (unit.in_place or unit.program == POWERSGD or not isinstance(unit.compressor, Compressor)):
+        if unit.channel and (unit.in_place or unit.program == POWERSGD or not isinstance(unit.compressor, Codec)):
             found.append(f"{unit.key}: channel must be None or 0 for what no compressor encodes, got {unit.channel}")
         if unit.message is not None:
             other = by_message.setdefault(unit.message, unit)
@@ -151,7 +151,7 @@ def _unit_problem(
         return f"{merged[0].dtype} cannot be encoded, only reduced"
     if not 0 <= unit.root < world_size:
         return f"root must be a rank from 0 to {world_size - 1}, got {unit.root}"
-    if (unit.start is not None or unit.also) and not isinstance(unit.compressor, Compressor):
+    if (unit.start is not None or unit.also) and not isinstance(unit.compressor, Codec):
         return f"{unit.compressor.name} takes whole parameters, one by one"
     if unit.start is not None and unit.also:
         return "a part of merged parameters"

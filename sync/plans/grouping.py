@@ -6,7 +6,7 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 
 from ..programs.layouts import Capabilities
 from ..programs.named import ALLREDUCE, POWERSGD
@@ -73,7 +73,7 @@ def message_kind(units: Sequence[UnitPlan]) -> MessageKind:
     if units[0].in_place:
         return MessageKind.IN_PLACE
     methods = {type(unit.compressor) for unit in units}
-    if program == POWERSGD or not all(issubclass(method, Compressor) for method in methods):
+    if program == POWERSGD or not all(issubclass(method, Codec) for method in methods):
         return MessageKind.LOW_RANK
     return MessageKind.ENCODED
 

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from gckernels.method import MAX_JSON_DEPTH, too_deep
+from gckernels.compressor import MAX_JSON_DEPTH, too_deep
 
 MAX_NBYTES = 256 * 2**20
 """The largest file that is read. A trace of 100 000 tensors with twenty errors each has a quarter of that."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..programs.named import PROGRAMS, ring
@@ -19,7 +19,7 @@ _WAYS = 4  # kinds of units that a summary lists
 _FITTED = ("rows",)  # fields that fitting to a shape sets, and no user
 
 
-def short_spec(method: Method) -> str:
+def short_spec(method: Compressor) -> str:
     """The spec of a method without the fields that have their defaults, such as ``"BlockQuant(bits=4)"``."""
     given = []
     for field in dataclasses.fields(method):

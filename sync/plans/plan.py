@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gckernels.method import MAX_JSON_DEPTH, too_deep
+from gckernels.compressor import MAX_JSON_DEPTH, too_deep
 
 from ..programs.topology import Topology
 from .checks import contradictions, fitted_units, misfits

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from gckernels.method import Method, from_json
+from gckernels.compressor import Compressor, from_json
 
 from ..programs.named import ALLREDUCE
 from ..programs.steps import Program, program_from_json, program_to_json
@@ -52,7 +52,7 @@ class UnitPlan:
 
     parameter: str
     numel: int
-    compressor: Method
+    compressor: Compressor
     program: Program
     feedback: bool
     start: int | None = None
@@ -101,7 +101,7 @@ class UnitPlan:
             return self.feedback
         return self.feedback and self.compressor.shard_compressor.traits.needs_feedback
 
-    def encoder(self, kind: str) -> Method:
+    def encoder(self, kind: str) -> Compressor:
         """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
         return self.compressor if kind == "worker" else self.compressor.shard_compressor
 

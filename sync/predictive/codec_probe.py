@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 from gckernels.ops import Identity
 
 from ..communication.agreement import Failure, together
@@ -48,7 +48,7 @@ def measured_codec_speed(ranks: Ranks, machine: Machine, clock: Callable[[], flo
         return None
     known = [each for each in machine.codecs if (each.work, each.place) == (StageKind.ENCODE, Place.DEVICE)]
     model = next((each for each in known if not isinstance(each.compressor, Identity)), None)
-    if model is None or not isinstance(model.compressor, Compressor):
+    if model is None or not isinstance(model.compressor, Codec):
         return None
     method, case, slowdown = model.compressor, Case(1, ELEMENTS), Cores.of(ranks.group, ranks.device).slowdown
 

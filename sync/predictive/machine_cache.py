@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..communication.agreement import Failure
 from ..communication.ranks import Ranks
@@ -46,7 +46,7 @@ class KnownMachine:
         since: its changes since the profile was measured.
     """
 
-    def __init__(self, ranks: Ranks, methods: Sequence[Method]) -> None:
+    def __init__(self, ranks: Ranks, methods: Sequence[Compressor]) -> None:
         self._ranks, self._methods = ranks, tuple(methods)
         self.since = Since()
         self.machine: Machine | Failure

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..communication.agreement import Failure, together
 from ..communication.groups import NotConnected, Wanted, make_groups
@@ -31,7 +31,7 @@ SPARE_S = 1.5
 """The share of it for connections, and for the last part of the measurement, which may take longer than expected."""
 
 
-_OF_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[frozenset[Method], Profile]]
+_OF_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[frozenset[Compressor], Profile]]
 _OF_GROUPS = weakref.WeakKeyDictionary()
 """The last profile of each group, and the compressors it was measured for, because some profiles are too incomplete to
 be kept in the cache, and further models of the process need not measure again."""
@@ -103,7 +103,7 @@ class Measured:
 
 
 def measured_profile(
-    group: dist.ProcessGroup, device: torch.device, methods: Sequence[Method], cache: bool = True
+    group: dist.ProcessGroup, device: torch.device, methods: Sequence[Compressor], cache: bool = True
 ) -> Measured | Failure:
     """A profile of the ranks, the same on all of them. Collective.
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gckernels.compressor import Compressor
-from gckernels.method import Method, from_spec
+from gckernels.codec import Codec
+from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import Identity
 
 from ..accuracy.accuracy import allowed_compressors, unfitted
@@ -213,7 +213,7 @@ def _predicted(row: Row, choice: Choice) -> Plan:
     return replace(row.plan, prediction=replace(prediction, step_s=row.step_s, policy=policy, error=row.error))
 
 
-def _trusted(machine: Machine, methods: Iterable[Method]) -> tuple[Machine, list[str]]:
+def _trusted(machine: Machine, methods: Iterable[Compressor]) -> tuple[Machine, list[str]]:
     """The machine with prices of everything that a trial may need, and notes on those that are uncertain.
 
     A profile does not tell prices whose measurements disagree with themselves. Without these errors it does. A
@@ -232,7 +232,7 @@ def _trusted(machine: Machine, methods: Iterable[Method]) -> tuple[Machine, list
     for method in dict.fromkeys((Identity(), *methods)):
         if not has_prices(trusted, method):
             notes.append(f"{method.name} was not measured: it is taken to be as fast as others usually are")
-            works = _ENCODINGS if isinstance(method, Compressor) else _PROJECTIONS
+            works = _ENCODINGS if isinstance(method, Codec) else _PROJECTIONS
             codecs = [each for each in codecs if each.compressor != method]
             codecs += [
                 CodecModel(method, work, Place.DEVICE, usual, 1.0, 1 << 20, 1 << 30, 1 << 10, None) for work in works

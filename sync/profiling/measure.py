@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..communication.collectives import exchange_text
 from ..communication.cores import Cores, running_s
@@ -38,7 +38,7 @@ def measure_profile(
     group: dist.ProcessGroup,
     device: torch.device,
     topology: Topology,
-    compressors: Sequence[Method],
+    compressors: Sequence[Compressor],
     seconds: float,
     extent: MeasurementExtent | None = None,
     progress: Callable[[float, str], object] = lambda share, name: None,
@@ -114,7 +114,7 @@ def _of_first(ranks: Ranks, profile: Profile) -> Profile:
     return profile_from_json(json.loads(ranks.first_text(json.dumps(profile_to_json(profile)))))
 
 
-def _measure(parts: Parts, compressors: Sequence[Method]) -> None:
+def _measure(parts: Parts, compressors: Sequence[Compressor]) -> None:
     """Measure everything in the order of its use, as long as the budget allows.
 
     Prices that most plans need are measured twice, with other measurements in between. The slow-down of backward comes

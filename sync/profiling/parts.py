@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ..communication.communicators import Communicators
@@ -102,20 +102,20 @@ class Parts:
     def measure_codecs(
         self,
         arena: Arena,
-        methods: Sequence[Method],
+        methods: Sequence[Compressor],
         measured: Collection[StageKind],
         place: Place = Place.DEVICE,
     ) -> None:
         """Measure some works of all methods, each as a part of its own."""
         for method in methods:
             works = [work for work in works_of(method) if work in measured]
-            each = [[work] for work in works] if isinstance(method, Compressor) else [works]
+            each = [[work] for work in works] if isinstance(method, Codec) else [works]
             for chosen in filter(None, each):
                 name = f"{' and '.join(work.value for work in chosen)} of {method}"
                 name = name if place == Place.DEVICE else f"{name} ({place.value})"
                 self._codec("codec", name, arena, method, chosen, place, _CODEC_S)
 
-    def measure_whole_codec(self, arena: Arena, method: Method) -> None:
+    def measure_whole_codec(self, arena: Arena, method: Compressor) -> None:
         """Measure everything but the adding of a method, as one part."""
         recoding, _ = BETWEEN
         works = [work for work in works_of(method) if work in BOTH_ENDS + recoding]
@@ -126,7 +126,7 @@ class Parts:
         kind: str,
         name: str,
         arena: Arena,
-        method: Method,
+        method: Compressor,
         works: Sequence[StageKind],
         place: Place,
         expected_s: float,
@@ -179,7 +179,7 @@ class Parts:
             return
         encoders = [each for each in self.codecs if each.work == StageKind.ENCODE]
         model = next((each for each in encoders if not isinstance(each.compressor, Identity)), None)
-        if model is None or not isinstance(model.compressor, Compressor):
+        if model is None or not isinstance(model.compressor, Codec):
             return
         method, case, helper = model.compressor, Case(1, min(MI, arena.numel)), Helper()
         encodes = [bound(arena, method, StageKind.ENCODE, case, start) for start in arena.starts(case.numel, 8)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..planner.machines.machine import MachineError, has_prices
@@ -33,7 +33,7 @@ def find(text: str, seconds: float, compressors: Collection[str]) -> list[str]:
     return [json.dumps(each["profile"]) for each in fitting]
 
 
-def is_complete(profile: Profile, methods: Iterable[Method]) -> bool:
+def is_complete(profile: Profile, methods: Iterable[Compressor]) -> bool:
     """Whether a profile has a price of everything that plans need.
 
     It has none of what was left out, and of measurements that disagree because something else was running. A

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.toolkit.host import cache as folder
 
 from ..accuracy.accuracy import candidates_by_default
@@ -49,7 +49,7 @@ Progress = Callable[[float, str], object]
 
 def profile(
     seconds: float = 60.0,
-    compressors: Iterable[Method | str] | None = None,
+    compressors: Iterable[Compressor | str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     topology: Topology | tuple[int, int] | None = None,
     cache: bool = True,
@@ -85,7 +85,7 @@ def profile(
 
 def measured_or_kept(
     seconds: float = 60.0,
-    compressors: Iterable[Method | str] | None = None,
+    compressors: Iterable[Compressor | str] | None = None,
     process_group: dist.ProcessGroup | None = None,
     topology: Topology | tuple[int, int] | None = None,
     cache: bool = True,
@@ -104,7 +104,7 @@ def measured_or_kept(
     group = process_group or dist.distributed_c10d._get_default_group()
     device = device_of_group(group)
 
-    def check() -> tuple[tuple[list[Method], Topology], Sequence[str]]:
+    def check() -> tuple[tuple[list[Compressor], Topology], Sequence[str]]:
         methods = _methods(compressors)
         chosen = _topology(topology, dist.get_world_size(group))
         if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 1:
@@ -133,7 +133,7 @@ def measured_or_kept(
     return profile
 
 
-def _complete(texts: Iterable[str], methods: Sequence[Method]) -> str:
+def _complete(texts: Iterable[str], methods: Sequence[Compressor]) -> str:
     """The first of some profiles, as JSON, that has all prices; an empty text if there is none.
 
     One that is damaged or of another release has none.
@@ -145,9 +145,9 @@ def _complete(texts: Iterable[str], methods: Sequence[Method]) -> str:
     return ""
 
 
-def _methods(given: Iterable[Method | str] | None) -> list[Method]:
+def _methods(given: Iterable[Compressor | str] | None) -> list[Compressor]:
     """The compressors to measure, each once, ``Identity`` first because every plan needs it."""
-    if isinstance(given, str | Method):
+    if isinstance(given, str | Compressor):
         given = [given]
     chosen = (*USUAL_COMPRESSORS, *candidates_by_default()) if given is None else given
     methods = [as_method("profile: compressors", each) for each in chosen]

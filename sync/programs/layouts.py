@@ -14,8 +14,8 @@ from typing import assert_never
 
 import torch
 
-from gckernels.compressor import Compressor, chunk_numel
-from gckernels.method import Method
+from gckernels.codec import Codec, chunk_numel
+from gckernels.compressor import Compressor
 
 from .named import ENCODED_ALLREDUCE, POWERSGD
 from .rules import Flow, Opened, advance
@@ -101,9 +101,9 @@ class Capabilities:
     adds_fp32: bool
 
     @staticmethod
-    def of(method: Method) -> Capabilities:
+    def of(method: Compressor) -> Capabilities:
         """The capabilities of a compressor."""
-        one_shot = isinstance(method, Compressor)
+        one_shot = isinstance(method, Codec)
         return Capabilities(
             method.name,
             one_shot,

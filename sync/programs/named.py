@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 from gckernels.ops import Identity
 
 from .steps import (
@@ -63,7 +63,7 @@ def ring(world_size: int, level: Level = Level.FLAT) -> Program:
     return (Encode(), *[Hop(level)] * (world_size - 1), AllGather(level), Decode())
 
 
-def default_program(compressor: Method, world_size: int) -> Program:
+def default_program(compressor: Compressor, world_size: int) -> Program:
     """The program for units of which a plan names none.
 
     Payloads that can be added are reduced, in all rounds of the method. Other payloads are gathered between two ranks,
@@ -74,7 +74,7 @@ def default_program(compressor: Method, world_size: int) -> Program:
         compressor: the method of the unit.
         world_size: number of ranks.
     """
-    if not isinstance(compressor, Compressor):
+    if not isinstance(compressor, Codec):
         return POWERSGD if compressor.rounds > 1 else ENCODED_ALLREDUCE
     if compressor.traits.summable:
         return ALLREDUCE if isinstance(compressor, Identity) else ENCODED_ALLREDUCE

@@ -15,7 +15,7 @@ from typing import assert_never
 
 import torch
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from .layouts import Capabilities, at_step, propagate
 from .rules import Flow
@@ -60,7 +60,7 @@ class Data:
 
 
 def sizes_of(
-    program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
+    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, topology: Topology
 ) -> tuple[Data, ...]:
     """The data of one unit before the first step and after each step: ``len(program) + 1`` items.
 
@@ -81,7 +81,7 @@ def sizes_of(
 
 @functools.lru_cache(maxsize=4096)
 def _sizes_of(
-    program: Program, numel: int, dtype: torch.dtype, compressor: Method, topology: Topology
+    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, topology: Topology
 ) -> tuple[Data, ...]:
     """:func:`sizes_of`, cached: a model has hundreds of units but few sizes."""
     states = []

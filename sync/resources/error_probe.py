@@ -75,7 +75,7 @@ class Decoded:
         source: the piece that is encoded, ``[numel]``.
         decode: writes what the payload stands for into ``fp32 [numel]``.
         residual: the states of its encoding, ``fp32 [states * numel]``; ``None`` without feedback.
-        accumulate: returns the states with a gradient, as :meth:`gckernels.Compressor.accumulate` does.
+        accumulate: returns the states with a gradient, as :meth:`gckernels.Codec.accumulate` does.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..plans.plan import Plan, UnitPlan
 from ..programs.residuals import ENCODINGS
@@ -92,7 +92,7 @@ def unsent_by_parameter(
     return found
 
 
-def _holds_gradient(method: Method) -> bool:
+def _holds_gradient(method: Compressor) -> bool:
     return method.traits.conserves or method.traits.averages
 
 

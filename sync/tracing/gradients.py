@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..accuracy.errors import relative_errors
 from ..plans.strides import grad_strides, in_reals, memory_shape
@@ -54,7 +54,7 @@ class KeptGradients:
             kept.append(vector)
             del kept[:-KEPT_STEPS]
 
-    def measured(self, methods: Sequence[Method]) -> dict[str, tuple[float, dict[str, float]]]:
+    def measured(self, methods: Sequence[Compressor]) -> dict[str, tuple[float, dict[str, float]]]:
         """The norm and the errors of every tensor that this rank keeps, by its name.
 
         The norm is the mean over the steps with finite gradients; a tensor without one is left out.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..communication.clocks import clock_of
 from ..communication.collectives import on_any_rank
@@ -134,14 +134,14 @@ class ModelTracer:
         if (watch := self._watch()) is not None:
             watch.remove()
 
-    def errors(self, methods: Sequence[Method]) -> dict[str, tuple[float, dict[str, float]]]:
+    def errors(self, methods: Sequence[Compressor]) -> dict[str, tuple[float, dict[str, float]]]:
         """The norm, and the errors of the methods by their specs, of every tensor that this rank keeps."""
         return self._kept.measured(methods)
 
     def trace(
         self,
         errors: Mapping[str, tuple[float, Mapping[str, float]]],
-        methods: Sequence[Method],
+        methods: Sequence[Compressor],
         name: str | None = None,
     ) -> Trace | None:
         """The trace, the same on all ranks; ``None`` if the model is gone. Collective.

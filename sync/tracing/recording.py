@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ..accuracy.accuracy import candidates_by_default
 from ..communication.agreement import agreed, device_of
@@ -35,7 +35,7 @@ def record(
     steps: int = 10,
     *,
     warmup: int = 3,
-    compressors: Iterable[Method | str] | None = None,
+    compressors: Iterable[Compressor | str] | None = None,
     name: str | None = None,
 ) -> Recording:
     """Measure the next steps of a training, which goes on as it would without. Every rank calls it, with the same
@@ -75,7 +75,7 @@ def record(
     """
     ddp_model = model if isinstance(model, DistributedDataParallel) else None
 
-    def check() -> tuple[tuple[Method, ...], list[str]]:
+    def check() -> tuple[tuple[Compressor, ...], list[str]]:
         methods = _checked(model, steps, warmup, compressors, name)
         parameters = _parameters(model)
         sizes = [f"{key} {tuple(each.shape)} {each.dtype}" for key, each in parameters.items()]
@@ -96,8 +96,8 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _checked(
-    model: Any, steps: int, warmup: int, compressors: Iterable[Method | str] | None, name: str | None
-) -> tuple[Method, ...]:
+    model: Any, steps: int, warmup: int, compressors: Iterable[Compressor | str] | None, name: str | None
+) -> tuple[Compressor, ...]:
     """The compressors to measure, if all arguments are valid."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -144,7 +144,7 @@ class Recording:
         model: torch.nn.Module,
         steps: int,
         warmup: int,
-        methods: Sequence[Method],
+        methods: Sequence[Compressor],
         name: str | None,
         group: dist.ProcessGroup | None,
     ) -> None:

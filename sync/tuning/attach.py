@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..accuracy.accuracy import AccuracyLike
@@ -21,7 +21,7 @@ from .tunable import agreed_stages, warn_of_settings
 @outside_inference_mode
 def attach(
     ddp_model: DistributedDataParallel,
-    plan: Plan | Method | str | None = None,
+    plan: Plan | Compressor | str | None = None,
     *,
     accuracy: AccuracyLike = "safe",
     steps: int | None = None,

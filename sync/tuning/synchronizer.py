@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..accuracy.accuracy import AccuracyLike
@@ -67,7 +67,7 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
     def __init__(
         self,
         model: torch.nn.Module,
-        plan: Plan | Method | str | None = None,
+        plan: Plan | Compressor | str | None = None,
         *,
         accuracy: AccuracyLike = "safe",
         steps: int | None = None,

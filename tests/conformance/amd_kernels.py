@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from gckernels import Compressor
+from gckernels import Codec
 from gckernels.testing.aot import AMD, assemble_for_amd, specialize
 from gckernels.testing.configurations import CONFIGURATIONS
 from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
@@ -25,7 +25,7 @@ from gckernels.toolkit.kernels.launch import Launch
 SHAPES = (torch.float32, 2**13, 4, 3), (torch.float32, 2**20, 4, 3)
 
 
-def launches(compressor: Compressor) -> list[Launch]:
+def launches(compressor: Codec) -> list[Launch]:
     calls = []
     for shape in SHAPES:
         calls += calls_of_one(compressor, *shape, accumulate=False)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 import pytest
 import torch
 
-from gckernels import COMPRESSORS, Compressor
-from gckernels.compressor import Decoding, Encoding
+from gckernels import CODECS, Codec
+from gckernels.codec import Decoding, Encoding
 from gckernels.testing.agreement import assert_payloads_equal as assert_payloads_equal
 from gckernels.testing.agreement import expected_residual as expected_residual
 from gckernels.testing.agreement import has_sums as has_sums
@@ -17,13 +17,13 @@ from gckernels.testing.configurations import DEFAULTS as DEFAULTS  # the tests i
 from gckernels.toolkit.kernels.launch import Launch, record_launches
 from helpers import interpreted
 
-OURS = {name for name, cls in COMPRESSORS.items() if cls.__module__.startswith("gckernels.")}
+OURS = {name for name, cls in CODECS.items() if cls.__module__.startswith("gckernels.")}
 """The package's own compressors; only their docstrings are tested for the required statements."""
 
 
 def parametrize(
-    wanted: Callable[[Compressor], bool] = lambda compressor: True,
-    among: dict[str, Compressor] = CONFIGURATIONS,
+    wanted: Callable[[Codec], bool] = lambda compressor: True,
+    among: dict[str, Codec] = CONFIGURATIONS,
     quick: Collection[str] | None = None,
 ) -> pytest.MarkDecorator:
     """Run a test with every configuration that is ``wanted``, passed as ``compressor``. Configurations that are not
@@ -42,7 +42,7 @@ def parametrize(
 # -------------------------------------------------------------------- configurations that `make test` interprets
 
 
-def _launches(compressor: Compressor) -> list[Launch]:
+def _launches(compressor: Codec) -> list[Launch]:
     """The launches of encoding with feedback, and of decoding."""
     numel = 4096
     payload = torch.empty(1, 1, compressor.payload_nbytes(numel), dtype=torch.uint8)
@@ -53,7 +53,7 @@ def _launches(compressor: Compressor) -> list[Launch]:
     return recorded
 
 
-def _first_with(part: Callable[[Launch], object]) -> dict[str, Compressor]:
+def _first_with(part: Callable[[Launch], object]) -> dict[str, Codec]:
     """All configurations with a launch whose ``part`` occurs in no launch of the configurations before them."""
     found, seen = {}, set()
     for spec, compressor in CONFIGURATIONS.items():

@@ -15,7 +15,7 @@ import triton
 from configurations import CONFIGURATIONS, ONE_OF_EACH_KIND, parametrize
 
 from gckernels import chunk_numel
-from gckernels.compressor import Decoding, Encoding
+from gckernels.codec import Decoding, Encoding
 from gckernels.testing.aot import TARGETS
 from gckernels.testing.kernel_table import made_with, read_table, regressions, rows
 from gckernels.testing.launches import collect, has_batches, has_recode, is_variation

@@ -11,7 +11,7 @@ from units import assert_same, copied, decodings, encodings, recodings
 
 from gckernels import ChunkTopK, Identity
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
-from gckernels.compressor import SEED_MASK, Decoding, Encoding, Recoding
+from gckernels.codec import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.toolkit.kernels import batch as kernel_batch
 from gckernels.toolkit.kernels.launch import record_launches
 from gckernels.toolkit.sparsifier import Sparsifier, encode_kernels

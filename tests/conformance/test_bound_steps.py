@@ -12,7 +12,7 @@ import pytest
 import torch
 from configurations import DEFAULTS, parametrize
 
-from gckernels.compressor import SEED_MASK, Decoding, Encoding, Recoding
+from gckernels.codec import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd
 from gckernels.toolkit.kernels import batch
 from gckernels.toolkit.kernels.launch import Launch, record_launches

@@ -11,9 +11,9 @@ import torch
 from configurations import parametrize
 
 import gckernels
-from gckernels import COMPRESSORS
+from gckernels import CODECS
 
-NAMES = pytest.mark.parametrize("name", sorted(COMPRESSORS))
+NAMES = pytest.mark.parametrize("name", sorted(CODECS))
 
 
 @parametrize()
@@ -46,7 +46,7 @@ def test_is_a_frozen_value(compressor):
 @NAMES
 def test_default_configuration(name):
     """A bare name gives the default configuration, which equals the class without arguments."""
-    assert gckernels.from_spec(name) == gckernels.from_json({"name": name}) == COMPRESSORS[name]()
+    assert gckernels.from_spec(name) == gckernels.from_json({"name": name}) == CODECS[name]()
 
 
 @NAMES
@@ -60,7 +60,7 @@ def test_unknown_field(name, field):
 @pytest.mark.parametrize("value", [-1, 3, 4.0, "four", [4], {"bits": 4}, 10**30, True, float("nan")], ids=repr)
 def test_refused_values_name_the_field(name, value):
     """Values of the wrong kind are refused when the compressor is made, not at its first use."""
-    for field in dataclasses.fields(COMPRESSORS[name]):
+    for field in dataclasses.fields(CODECS[name]):
         right = type(value) is type(field.default) or (value == 4.0 and "float" in str(field.type))
         if not right or value != value:
             with pytest.raises(ValueError, match=field.name):

@@ -11,7 +11,7 @@ import torch
 from configurations import DEFAULTS, parametrize
 
 import gckernels
-from gckernels import COMPRESSORS, METHODS, BlockQuant, EFSignSGD, PowerSGD, chunk_numel, register
+from gckernels import CODECS, COMPRESSORS, BlockQuant, EFSignSGD, PowerSGD, chunk_numel, register
 from gckernels.registration import define_ops
 from helpers import HOST, assert_equal, decode, encode, recode, zero_residual
 
@@ -34,7 +34,7 @@ def test_compressors_of_users_are_encoded():
         grad = torch.randn(100)
         assert torch.equal(gckernels.encode(OfAUser(), grad), gckernels.encode(EFSignSGD(), grad))
     finally:
-        del COMPRESSORS["OfAUser"], METHODS["OfAUser"]
+        del CODECS["OfAUser"], COMPRESSORS["OfAUser"]
 
 
 @pytest.mark.parametrize("field", ["seed", "out", "size"])

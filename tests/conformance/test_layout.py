@@ -8,7 +8,7 @@ from configurations import INTERPRETED_IN_KINDS, OURS, assert_payloads_equal, pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gckernels import COMPRESSORS, chunk_numel
+from gckernels import CODECS, chunk_numel
 from gckernels.testing.documented import size_formula, stated_nbytes
 from helpers import (
     HOST_PARAM,
@@ -28,7 +28,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_every_compressor_states_its_size(name):
-    assert size_formula(COMPRESSORS[name]), f"add a line 'Size in bytes: ``...``' to the docstring of {name}'s module"
+    assert size_formula(CODECS[name]), f"add a line 'Size in bytes: ``...``' to the docstring of {name}'s module"
 
 
 @parametrize()

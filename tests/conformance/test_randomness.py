@@ -12,7 +12,7 @@ import triton.language as tl
 from configurations import CONFIGURATIONS, KINDS, assert_payloads_equal, parametrize
 
 from gckernels import Traits, chunk_numel
-from gckernels.compressor import Decoding, Encoding
+from gckernels.codec import Decoding, Encoding
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
 from gckernels.toolkit.quantizer.statistics import LARGEST_MAGNITUDE
 from gckernels.toolkit.sparsifier import Sparsifier

@@ -6,11 +6,11 @@ import pytest
 import torch
 from configurations import OURS
 
-from gckernels import COMPRESSORS
+from gckernels import CODECS
 from gckernels.testing.documented import examples
 from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE_PARAM, decode, encode, zero_residual
 
-EXAMPLES = {name: examples(COMPRESSORS[name]) for name in sorted(OURS)}
+EXAMPLES = {name: examples(CODECS[name]) for name in sorted(OURS)}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from gckernels import chunk_numel
-from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.codec import Decoding, Encoding, Recoding
 from helpers import HOST, POISON_BYTE, assert_equal, encode, random_residual
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

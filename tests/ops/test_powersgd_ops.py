@@ -265,7 +265,7 @@ def test_configuration():
     assert (PowerSGD().rounds, method.rounds) == (2, 1)
     assert method.fit((8, 3, 2)) == PowerSGD(rank=2, one_sided=True, rows=8)
     assert method.fit((4, 4)) == method.fit((9,)) == method.fit(()) == method.fit((0, 7)) == Identity()
-    assert "PowerSGD" in gckernels.METHODS and "PowerSGD" not in gckernels.COMPRESSORS
+    assert "PowerSGD" in gckernels.COMPRESSORS and "PowerSGD" not in gckernels.CODECS
 
 
 @pytest.mark.parametrize(

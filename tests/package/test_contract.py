@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 import gckernels
-from gckernels import COMPRESSORS, Compressor, chunk_numel, register
+from gckernels import CODECS, Codec, chunk_numel, register
 from gckernels.registration import define_ops
 from gckernels.toolkit.fields import require_block, require_in
 
@@ -33,9 +33,9 @@ def test_chunks_cover_the_unit(numel, chunks):
         assert size - 16 < -(-numel // chunks)  # at most rounded up for alignment
 
 
-@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+@pytest.mark.parametrize("name", sorted(CODECS))
 def test_table(name):
-    cls = COMPRESSORS[name]
+    cls = CODECS[name]
     assert cls.__name__ == cls().name == name
     assert getattr(gckernels, name) is cls
     assert name in gckernels.__all__
@@ -47,29 +47,29 @@ def test_table(name):
 
 
 def test_a_name_is_registered_once():
-    before = dict(COMPRESSORS)
+    before = dict(CODECS)
     with pytest.raises(ValueError, match="EFSignSGD"):
         register(type("EFSignSGD", (gckernels.EFSignSGD,), {}))
-    assert before == COMPRESSORS
+    assert before == CODECS
 
 
 def test_only_frozen_dataclasses_are_registered():
     @dataclass(frozen=True)
-    class Undecorated(Compressor):
+    class Undecorated(Codec):
         pass
 
     class Inherits(Undecorated):
         pass
 
-    for cls in (Inherits, type("Plain", (Compressor,), {})):
+    for cls in (Inherits, type("Plain", (Codec,), {})):
         with pytest.raises(TypeError, match=cls.__name__):
             register(cls)
-        assert cls.__name__ not in COMPRESSORS
+        assert cls.__name__ not in CODECS
 
 
 def test_fields_that_an_op_cannot_take_are_refused():
     @dataclass(frozen=True)
-    class WithList(Compressor):
+    class WithList(Codec):
         ratios: list[float] = ()
 
     with pytest.raises(TypeError, match=r"WithList\.ratios"):

@@ -23,7 +23,7 @@ payload: torch.Tensor = gckernels.encode(gckernels.BlockQuant(bits=4), grad, res
 decoded: torch.Tensor = gckernels.decode(EFSignSGD(block=1024), payload, grad.shape, out_dtype=torch.float16)
 recoded: torch.Tensor = gckernels.recode(TopK(ratio=0.1), payload[None], None, 24)
 encode(TopK(), grad, size=gckernels.chunk_numel(24, 2), chunks=2)
-print(PowerSGD(rank=2).name, gckernels.COMPRESSORS, gckernels.__version__)
+print(PowerSGD(rank=2).name, gckernels.CODECS, gckernels.__version__)
 
 gckernels.tpok_encode(grad)  # error: no attribute "tpok_encode"
 gckernels.EFSignSDG()  # error: no attribute "EFSignSDG"

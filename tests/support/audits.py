@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import (
     ALLREDUCE,
     ENCODED_ALLREDUCE,
@@ -196,7 +196,7 @@ def _compare(
     assert excess <= 0, f"{what}: differs from plain DDP by {excess} more than the order of addition explains"
 
 
-def balances(compressor: Method) -> bool:
+def balances(compressor: Compressor) -> bool:
     """Whether the ranks' contributions equal, on average, the applied gradients plus the residuals."""
     return compressor.traits.conserves and compressor.traits.averages
 

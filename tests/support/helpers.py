@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gckernels
-from gckernels.compressor import Backend, Decoding, Encoding, Recoding
+from gckernels.codec import Backend, Decoding, Encoding, Recoding
 from gckernels.toolkit import reference
 
 POISON_BYTE = 0xCD  # fills payloads before encoding, and new memory
@@ -60,12 +60,12 @@ NON_FINITE: dict[str, Callable[[int], torch.Tensor]] = {
 }
 
 
-def random_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
+def random_residual(compressor: gckernels.Codec, numel: int) -> torch.Tensor:
     """A possible residual of earlier encodings: all states of the compressor, normally distributed, fp32."""
     return torch.randn(compressor.traits.states * numel)
 
 
-def zero_residual(compressor: gckernels.Compressor, numel: int) -> torch.Tensor:
+def zero_residual(compressor: gckernels.Codec, numel: int) -> torch.Tensor:
     """The residual at the start of training: all states of the compressor, fp32."""
     return torch.zeros(compressor.traits.states * numel)
 
@@ -83,7 +83,7 @@ class Implementation:
     name: str
     device: str
 
-    def backend(self, compressor: gckernels.Compressor) -> Backend:
+    def backend(self, compressor: gckernels.Codec) -> Backend:
         return {"reference": reference.REFERENCE, "host": compressor.host, "kernel": compressor.triton}[self.name]
 
     def encode(self, compressor, grad, residual, payload, size, seed=0, scale=1.0) -> None:
@@ -109,7 +109,7 @@ HOST_PARAM = pytest.param(HOST, id="host")
 REFERENCE_PARAM = pytest.param(REFERENCE, id="reference")
 
 
-def interpreted(configurations: Collection[gckernels.Compressor]) -> pytest.MarkDecorator:
+def interpreted(configurations: Collection[gckernels.Codec]) -> pytest.MarkDecorator:
     """Mark: ``make test`` interprets kernels only in these configurations, ``make test-slow`` in the others.
 
     Only configurations that all marks of a test name are interpreted by ``make test``. Without a mark they are the

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import Level, Place, Topology
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.machine import Floats, MachineError, Overheads, Price, Shared
@@ -51,7 +51,7 @@ class SimpleMachine:
         return Price(self.latency_s + work, {link: work})
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         each_s = self.element_s * (5.0 if place == Place.HOST else 1.0) * (0.5 + 0.5 * sources)
         seconds = np.where(units > 0, self.codec_s + elements * each_s, 0.0)
@@ -62,7 +62,9 @@ class SimpleMachine:
         return Price(seconds, {resource: seconds})
 
 
-def problem_of(trace: Trace, attached: Attached, compressors: tuple[Method, ...] = (), **machine: object) -> Problem:
+def problem_of(
+    trace: Trace, attached: Attached, compressors: tuple[Compressor, ...] = (), **machine: object
+) -> Problem:
     """A problem in which every tensor may use all ``compressors``."""
     allowed = {tensor.name: compressors for tensor in trace.tensors}
     return Problem(trace, Pricer(SimpleMachine(**machine)), attached, allowed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import Level, Place, Topology
 from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.programs.stages import StageKind
@@ -43,7 +43,7 @@ class RatedMachine:
         return Price(self.latency_s + wire_nbytes * rate, {shared: wire_nbytes * rate})
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         seconds = elements * self.element_s[place] * sources
         return Price(seconds, {Shared.CORES if place == Place.HOST else self.computes_on: seconds})

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import (
     PROGRAMS,
     Attached,
@@ -35,7 +35,7 @@ from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Coding
 from gckernels.sync.states.layout import kept_regions
 
-SPECS = (*sorted(gckernels.METHODS), "PowerSGD(one_sided=True)")
+SPECS = (*sorted(gckernels.COMPRESSORS), "PowerSGD(one_sided=True)")
 """Every method at its default setting, and a setting of PowerSGD that sends different messages."""
 
 
@@ -47,7 +47,7 @@ def topology(world_size: int) -> Topology:
     return Topology(world_size) if world_size % 2 else Topology(world_size // 2, 2)
 
 
-def fits(compressor: Method, program: str, world_size: int = 2) -> bool:
+def fits(compressor: Compressor, program: str, world_size: int = 2) -> bool:
     """Whether units of ``compressor`` can use the program of that name."""
     try:
         sizes_of(PROGRAMS[program], 100, torch.float32, compressor.fit((10, 10)), topology(world_size))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from gckernels import TopK
-from gckernels.compressor import Decoding
+from gckernels.codec import Decoding
 from gckernels.toolkit.kernels import launch_batch
 from gckernels.toolkit.kernels.launch import bind_launch, launch, record_launches, temporary
 from gckernels.toolkit.kernels.launch_batch import LaunchBackend

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gckernels import DGC, GradDrop, MSTopK, Threshold, TopK
-from gckernels.compressor import Encoding
+from gckernels.codec import Encoding
 from gckernels.toolkit.kernels.launch import record_launches
 from gckernels.toolkit.sparsifier import encode_kernels
 from gckernels.toolkit.sparsifier.keys import sample_positions

@@ -22,7 +22,7 @@ COMPRESSORS = (
 )
 
 
-def check(compressor: gckernels.Compressor, numel: int = 3000) -> None:
+def check(compressor: gckernels.Codec, numel: int = 3000) -> None:
     """Assert that encode, decode and recode equal the reference."""
     grad, residual = torch.randn(numel), torch.randn(numel)
     got, kept = encode(HOST, compressor, grad, residual, chunks=2)

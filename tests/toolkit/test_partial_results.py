@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gckernels import TBQ, EFSignSGD, LinearQuant, Natural, OneBit
-from gckernels.compressor import Encoding
+from gckernels.codec import Encoding
 from gckernels.testing.agreement import assert_payloads_equal
 from gckernels.toolkit.kernels.launch import record_launches
 from gckernels.toolkit.quantizer import kernels

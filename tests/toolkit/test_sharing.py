@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gckernels import DGC, TopK
-from gckernels.compressor import Decoding, Encoding, Recoding
+from gckernels.codec import Decoding, Encoding, Recoding
 from gckernels.toolkit.kernels import sharing
 from gckernels.toolkit.kernels.launch import record_launches, temporary
 from gckernels.toolkit.sparsifier import encode_kernels

@@ -16,7 +16,7 @@ import torch
 
 import gckernels
 from gckernels import Traits
-from gckernels.compressor import Decoding, Encoding
+from gckernels.codec import Decoding, Encoding
 from gckernels.toolkit.host import threads
 from gckernels.toolkit.quantizer import MAX, MIN, SUM, MapQuantizer, Maps, Statistic
 from gckernels.toolkit.quantizer import host as quantizer_host

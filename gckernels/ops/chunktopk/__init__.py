@@ -38,8 +38,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...compressor import Compressor
-from ...method import Traits
+from ...codec import Codec
+from ...compressor import Traits
 from ...registration import register
 from ...toolkit import bitpack
 from ...toolkit.fields import require_in
@@ -61,7 +61,7 @@ _NAN_BITS = 0x7FC0  # NaN in bf16
 
 @register
 @dataclass(frozen=True)
-class ChunkTopK(Compressor):
+class ChunkTopK(Codec):
     """``k`` of every ``chunk`` elements, as 12-bit indices and short values (see the module's docstring).
 
     Attributes:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ...batch import grouped
-from ...compressor import Decoding, Encoding, Recoding, Work
+from ...codec import Decoding, Encoding, Recoding, Work
 from ...toolkit.kernels.batch import (
     DTYPES,
     KernelBackend,

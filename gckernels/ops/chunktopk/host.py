@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding, Work
+from ...codec import Backend, Decoding, Encoding, Work
 from ...toolkit.host.calls import BATCHES, HostCalls
 from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compressor import Decoding, Encoding
+from ...codec import Decoding, Encoding
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.payload import STATUS_OK, PayloadLayout
 from ...toolkit.tiles import chunk_step

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ...method import Method, Traits
+from ...compressor import Compressor, Traits
 from ...registration import register
 from ...toolkit.fields import require_in
 from ...toolkit.payload import ALIGN_NBYTES, round_up
@@ -48,14 +48,14 @@ from .reference import MAX_RANK
 
 @register
 @dataclass(frozen=True)
-class PowerSGD(Method):
+class PowerSGD(Compressor):
     """Low-rank approximation of gradients (see the module's docstring).
 
     Attributes:
         rank: number of columns of each factor, 1 to 32.
         warm_start: whether a step starts with the factor of the previous step; otherwise it starts with random numbers.
         one_sided: whether to have one collective per step, alternating between the factors; needs ``warm_start``.
-        rows: rows of the unit's matrix; ``None`` until :meth:`~gckernels.Method.fit` has set it for a parameter.
+        rows: rows of the unit's matrix; ``None`` until :meth:`~gckernels.Compressor.fit` has set it for a parameter.
     """
 
     rank: int = 4
@@ -79,7 +79,7 @@ class PowerSGD(Method):
     def rounds(self) -> int:
         return 1 if self.one_sided else 2
 
-    def fit(self, shape: Sequence[int]) -> Method:
+    def fit(self, shape: Sequence[int]) -> Compressor:
         """This method with ``rows`` set, or :class:`~gckernels.Identity` if the factors are no smaller than the matrix.
 
         ``(rows + cols) * rank < rows * cols`` implies that ``rank`` is less than ``rows`` and less than ``cols``.

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compressor import SEED_MASK
+from ...codec import SEED_MASK
 from ...toolkit.kernels import launch as launching
 from ...toolkit.kernels.exchange import exchange_barrier
 from ...toolkit.kernels.launch import launch, temporary

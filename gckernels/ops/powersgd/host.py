@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import SEED_MASK, number_in
+from ...codec import SEED_MASK, number_in
 from ...toolkit.host.library import COMMON, DTYPES, declare, library
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import get_num_threads, run_parts

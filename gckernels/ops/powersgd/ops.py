@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...arguments import check_added
-from ...compressor import GRAD_DTYPES
+from ...codec import GRAD_DTYPES
 from . import host, kernels
 from .reference import MAX_RANK
 

@@ -49,8 +49,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...compressor import Compressor
-from ...method import Traits
+from ...codec import Codec
+from ...compressor import Traits
 from ...registration import register
 from ...toolkit.fields import require_ratio
 from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats
@@ -63,7 +63,7 @@ from .host import RandomKHost, build
 
 @register
 @dataclass(frozen=True)
-class RandomK(Compressor):
+class RandomK(Codec):
     """``ceil(numel * ratio)`` entries at positions that follow from the seed (see the module's docstring).
 
     Attributes:

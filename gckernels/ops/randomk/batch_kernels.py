@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...batch import grouped
-from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Work
+from ...codec import SEED_MASK, Decoding, Encoding, Recoding, Work
 from ...toolkit.kernels.batch import (
     DTYPES,
     KernelBackend,

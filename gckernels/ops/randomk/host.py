@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Work, number_in
+from ...codec import SEED_MASK, Backend, Decoding, Encoding, Work, number_in
 from ...toolkit.host.calls import BATCHES, HostCalls
 from ...toolkit.host.library import COMMON, VECTORS, declare, library
 from ...toolkit.host.structs import c_structs, pointer

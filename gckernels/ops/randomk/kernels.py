@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compressor import Decoding, Encoding
+from ...codec import Decoding, Encoding
 from ...toolkit.kernels.launch import launch, temporary
 from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.sparsifier.keys import require_size

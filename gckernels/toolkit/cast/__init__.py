@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...compressor import Compressor
+from ...codec import Codec
 from ..payload import ALIGN_NBYTES, round_up
 from .batch_kernels import CastTriton
 from .host import CastHost, build
@@ -23,7 +23,7 @@ _QUIET_NAN = {
 
 
 @dataclass(frozen=True)
-class CastCompressor(Compressor):
+class CastCompressor(Codec):
     """Base of the casts. ``seed`` is not used.
 
     The ``traits`` of a subclass are ``summable``, with fp32, bf16 or fp16 as ``payload_dtype``.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding, Recoding, Work
+from ...codec import Backend, Decoding, Encoding, Recoding, Work
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library
 from ..host.structs import c_structs

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compressor import Decoding, Encoding, Recoding
+from ...codec import Decoding, Encoding, Recoding
 from ..kernels.launch import launch
 from ..numeric import INF_BITS, bf16_bits, is_finite, to_fp32
 from ..tiles import chunk_step, load_tile, remaining, store_tile

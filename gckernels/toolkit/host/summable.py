@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Self
 
-from ...compressor import Decoding, Encoding
+from ...codec import Decoding, Encoding
 from .library import DTYPES
 from .structs import pointer
 

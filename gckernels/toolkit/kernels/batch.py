@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...batch import Bound
-from ...compressor import Decoding, Encoding, Recoding, Work
+from ...codec import Decoding, Encoding, Recoding, Work
 from .launch_batch import LaunchBackend
 from .tables import to_device
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Recoding, Work
+from ...codec import SEED_MASK, Backend, Decoding, Encoding, Recoding, Work
 from ..payload import round_up
 from .launch import BoundLaunch, Launch, record_launches
 

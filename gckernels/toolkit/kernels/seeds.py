@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...compressor import SEED_MASK
+from ...codec import SEED_MASK
 
 _MASK = tl.constexpr(SEED_MASK)
 

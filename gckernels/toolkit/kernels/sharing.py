@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from ...batch import grouped
-from ...compressor import Decoding, Encoding, Recoding, Work
+from ...codec import Decoding, Encoding, Recoding, Work
 from ..constants import Constants
 from .batch import DTYPES, KernelBackend, Table, find_row
 from .launch import ADDED, BoundLaunch, Launch

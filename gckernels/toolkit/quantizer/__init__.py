@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ...compressor import Compressor
+from ...codec import Codec
 from .. import bitpack, random
 from ..constants import Constants
 from ..payload import PayloadLayout, status_ok, store_floats
@@ -45,7 +45,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class MapQuantizer(Compressor):
+class MapQuantizer(Codec):
     """Base class of the quantisers made of :class:`Maps`."""
 
     maps: ClassVar[Maps]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ...batch import Bound, grouped
-from ...compressor import SEED_MASK, Decoding, Encoding, Recoding, Work
+from ...codec import SEED_MASK, Decoding, Encoding, Recoding, Work
 from ..kernels.batch import (
     DTYPES,
     KernelBackend,

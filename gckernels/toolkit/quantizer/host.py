@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import Backend, Decoding, Encoding, Recoding, Work, number_in
+from ...codec import Backend, Decoding, Encoding, Recoding, Work, number_in
 from ..host.c_forms import HELPERS, lower
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library, warn_once

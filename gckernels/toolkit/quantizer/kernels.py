@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compressor import Decoding, Encoding, Recoding
+from ...codec import Decoding, Encoding, Recoding
 from ..constants import Constants
 from ..kernels.launch import launch, temporary
 from ..kernels.seeds import seed_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...compressor import Compressor
+from ...codec import Codec
 from ..fields import require_in, require_ratio
 from ..kernels.sharing import SharingBackend
 from ..payload import PayloadLayout, status_ok
@@ -41,7 +41,7 @@ class SparsifierTriton(SharingBackend):
     decode = staticmethod(decode_kernels.decode)
 
 
-class Sparsifier(Compressor):
+class Sparsifier(Codec):
     """Base of the compressors that send the elements of largest magnitude (see the module's docstring).
 
     A subclass is a frozen dataclass with the fields ``ratio``, above 0 and at most 1, counted in units of ``1e-9``, and

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...compressor import Decoding
+from ...codec import Decoding
 from ..kernels.exchange import exchange_barrier
 from ..kernels.launch import launch, temporary
 from ..kernels.places import place_of

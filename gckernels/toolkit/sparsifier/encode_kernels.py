@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from ...compressor import Encoding
+from ...codec import Encoding
 from ..kernels.launch import launch, temporary
 from ..payload import STATUS_OK
 from ..tiles import chunk_step

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import SEED_MASK, Backend, Decoding, Encoding, Work
+from ...codec import SEED_MASK, Backend, Decoding, Encoding, Work
 from ..host.library import COMMON, VECTORS, declare, library
 from ..payload import STATUS_OK
 from ..reference import REFERENCE

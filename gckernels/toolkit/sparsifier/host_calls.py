@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from ...compressor import Decoding, Encoding
+from ...codec import Decoding, Encoding
 from ..host.library import DTYPES
 from ..host.structs import c_structs, pointer
 from .entries import SPAN

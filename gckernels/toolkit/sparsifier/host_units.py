@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...compressor import SEED_MASK, Decoding, Encoding, number_in
+from ...codec import SEED_MASK, Decoding, Encoding, number_in
 from ..host.library import PART
 from ..host.threads import get_num_threads, run_parts
 from .entries import BLOCK

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable
 
 import gckernels
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import allowed_compressors, start_step
@@ -195,7 +195,7 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tup
         raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
 
 
-def methods_of(specs: Iterable[str]) -> list[Method]:
+def methods_of(specs: Iterable[str]) -> list[Compressor]:
     """The compressors of ``--compressors``.
 
     Raises:
@@ -207,7 +207,7 @@ def methods_of(specs: Iterable[str]) -> list[Method]:
         raise wrong_use(error, "gckernels compressors lists all compressors") from None
 
 
-def accuracy_of(accuracy: str, compressors: list[str] | None) -> str | float | list[Method]:
+def accuracy_of(accuracy: str, compressors: list[str] | None) -> str | float | list[Compressor]:
     """The rule of accuracy that the arguments ``--accuracy`` and ``--compressors`` say.
 
     Raises:

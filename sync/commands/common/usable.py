@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 import torch
 
-from gckernels.compressor import GRAD_DTYPES, Compressor
-from gckernels.method import Method
+from gckernels.codec import GRAD_DTYPES, Codec
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import allowed_compressors, fitted
 from ...traces.model_trace import Trace
 
 
-def why_unusable(method: Method, trace: Trace) -> str | None:
+def why_unusable(method: Compressor, trace: Trace) -> str | None:
     """Why no gradient of a trace may use a method even if it is named; ``None`` if one may."""
     if method == Identity():
         return "it compresses nothing"
@@ -25,7 +25,7 @@ def why_unusable(method: Method, trace: Trace) -> str | None:
         return f"gradients are of {_names(tensor.dtype for tensor in trace.tensors)}, it takes {_names(GRAD_DTYPES)}"
     if any(fitted(method, tensor) for tensor in tensors):
         return "it is for matrices, and all gradients are vectors"
-    if not isinstance(method, Compressor) and all(tensor.shape is None for tensor in tensors):
+    if not isinstance(method, Codec) and all(tensor.shape is None for tensor in tensors):
         return "it needs the shapes of matrices, which the trace does not have"
     return "no gradient has a shape for it"
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import error_on, fitted, unfitted
@@ -45,7 +45,7 @@ class UnitAlternative:
 
 
 def alternatives(
-    problem: Problem, plan: Plan, keys: Collection[str], also: Sequence[Method] = ()
+    problem: Problem, plan: Plan, keys: Collection[str], also: Sequence[Compressor] = ()
 ) -> Iterator[UnitAlternative]:
     """Other ways to send some units of a plan: exactly, with other compressors, through other programs.
 
@@ -73,7 +73,7 @@ def alternatives(
             yield from trial([replace(unit, program=program) for unit in compressed], names)
 
 
-def _candidates(problem: Problem, units: Collection[UnitPlan], also: Sequence[Method]) -> list[Method]:
+def _candidates(problem: Problem, units: Collection[UnitPlan], also: Sequence[Compressor]) -> list[Compressor]:
     """The compressors that at least one of the units may use, and others."""
     allowed = [unfitted(each) for unit in units for each in problem.allowed.get(unit.parameter, ())]
     return list(dict.fromkeys([*allowed, *also]))
@@ -110,14 +110,14 @@ def _exactly(unit: UnitPlan) -> UnitPlan:
     return replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False, message=None, channel=None)
 
 
-def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Method) -> UnitPlan | None:
+def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Compressor) -> UnitPlan | None:
     """The unit with another compressor, in its program if that is valid; ``None`` if the unit cannot have it."""
     number = _number(problem, unit.parameter)
     if not problem.encodable(number):
         return None
     traced = problem.trace.tensors[number]
     fit = fitted(compressor, traced)
-    if fit is None or (unit.start is not None and not isinstance(fit, Compressor)):
+    if fit is None or (unit.start is not None and not isinstance(fit, Codec)):
         return None
     usual = default_program(fit, problem.topology.world_size)
     for program in (usual if unit.in_place else unit.program, usual):
@@ -126,7 +126,7 @@ def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Method) -> Un
         except ProgramError:
             continue
         changed = replace(unit, compressor=fit, program=program, feedback=fit.traits.needs_feedback)
-        return changed if isinstance(fit, Compressor) else replace(changed, message=None, channel=None)
+        return changed if isinstance(fit, Codec) else replace(changed, message=None, channel=None)
     return None
 
 

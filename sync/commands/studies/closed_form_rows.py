@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ...planner.drafts.drafts import Option, draft_of_launches, plan_of, usual_launches
@@ -72,11 +72,11 @@ def link_of(machine: Machine) -> RingLink:
     return RingLink(ranks, sending_bit_per_s(machine, "AllGather"), float(first[0]) / (ranks - 1))
 
 
-def _compressed(problem: Problem, compressor: Method, link: RingLink) -> ClosedFormRow:
+def _compressed(problem: Problem, compressor: Compressor, link: RingLink) -> ClosedFormRow:
     trace, summable = problem.trace, compressor.traits.summable
     methods = [problem.fitted(number, compressor) for number in range(len(trace.tensors))]
     payload = float(sum(_sent_nbytes(method, tensor) for method, tensor in zip(methods, trace.tensors, strict=True)))
-    if not isinstance(compressor, Compressor):
+    if not isinstance(compressor, Codec):
         program = default_program(compressor, link.ranks)
         codec_s = _low_rank_s(problem, methods, program)
         form = _factors if compressor.rounds > 1 else reduced
@@ -92,14 +92,14 @@ def _factors(backward_s: float, codec_s: float, payload_nbytes: float, link: Rin
     return power_sgd(backward_s, codec_s, payload_nbytes, 1.0, link)
 
 
-def _sent_nbytes(method: Method, tensor: TracedTensor) -> int:
+def _sent_nbytes(method: Compressor, tensor: TracedTensor) -> int:
     """The bytes that a method makes of a tensor, in all of its rounds."""
     return sum(method.round_nbytes(tensor.numel, index) for index in range(method.rounds))
 
 
-def _low_rank_s(problem: Problem, methods: Sequence[Method], program: Program) -> float:
+def _low_rank_s(problem: Problem, methods: Sequence[Compressor], program: Program) -> float:
     """Seconds of computing in one message of all matrices."""
-    tensors, numels = problem.trace.tensors, dict[Method, list[int]]()
+    tensors, numels = problem.trace.tensors, dict[Compressor, list[int]]()
     for method, tensor in zip(methods, tensors, strict=True):
         if not isinstance(method, Identity):
             numels.setdefault(method, []).append(tensor.numel)
@@ -110,7 +110,7 @@ def _low_rank_s(problem: Problem, methods: Sequence[Method], program: Program) -
     return sum(float(stage.price.alone_s[0]) for stage in stages if stage.spec.resource.does != "communicate")
 
 
-def _codec_s(problem: Problem, methods: list[Method], sources: int) -> float:
+def _codec_s(problem: Problem, methods: list[Compressor], sources: int) -> float:
     """Seconds of encoding and decoding everything in one launch of each."""
     compressed = [
         (method, tensor.numel)

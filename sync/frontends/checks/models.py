@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from gckernels.compressor import GRAD_DTYPES
+from gckernels.codec import GRAD_DTYPES
 
 from ...plans.parameters import differentiable
 from ...plans.strides import in_reals

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ...communication.agreement import agreed, device_of
 from ...engine.failures import Outcome, failed_future
@@ -49,7 +49,7 @@ _OVERLAP = ("backward_comm_time", "backward_compute_comm_overlap_time")  # in th
 
 def attach_plan(
     ddp_model: DistributedDataParallel,
-    plan: Plan | Method | str,
+    plan: Plan | Compressor | str,
     kind: type[A],
     *,
     strict: bool = True,

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.distributed.utils import _sync_module_states
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ...communication.agreement import agreed, device_of
 from ...engine.runtime import Runtime
@@ -48,7 +48,7 @@ class PlanSynchronizer(Handle):
     def __init__(
         self,
         model: torch.nn.Module,
-        plan: Plan | Method | str,
+        plan: Plan | Compressor | str,
         *,
         strict: bool = True,
         memory_budget_mb: float | None = None,

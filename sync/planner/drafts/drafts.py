@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gckernels.compressor import Compressor, chunk_numel
-from gckernels.method import Method
+from gckernels.codec import Codec, chunk_numel
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...plans.grouping import MessageSpec, group_units
@@ -38,7 +38,7 @@ class Option:
     """
 
     program: Program = ALLREDUCE
-    compressor: Method | None = None
+    compressor: Compressor | None = None
     parts: int = 1
     channel: int = 0
     root: int | None = None
@@ -181,7 +181,7 @@ def units_of(
 
 def _has_channels(option: Option) -> bool:
     """Whether messages with the option have channels, which low-rank factors have not."""
-    return option.compressor is None or isinstance(option.compressor, Compressor)
+    return option.compressor is None or isinstance(option.compressor, Codec)
 
 
 def roots_of(problem: Problem, draft: Draft) -> dict[int, int]:
@@ -245,7 +245,7 @@ def _draft_of_message(problem: Problem, messages: list[MessageSpec], number: dic
     tensors = tuple(dict.fromkeys(number[name] for unit in units for name in unit.parameters))
     if messages[0].kind == MessageKind.IN_PLACE:
         return MessageDraft(tuple(sorted(tensors)))
-    elements: dict[Method, int] = {}
+    elements: dict[Compressor, int] = {}
     for unit in units:
         for compressor in problem.compressors:
             if unit.compressor != Identity() and problem.fitted(number[unit.parameter], compressor) == unit.compressor:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 
 from ...programs.enumeration import enumerate_programs
 from ...programs.layouts import Capabilities
@@ -20,7 +20,7 @@ PARTS = (1, 2, 4, 8)
 """The numbers of parts that searches try."""
 
 
-def options_of(problem: Problem, compressor: Method | None) -> tuple[Option, ...]:
+def options_of(problem: Problem, compressor: Compressor | None) -> tuple[Option, ...]:
     """All options with a compressor, or without one, that compute on the device: one part, channel 0.
 
     A method that is no codec has one program. All others have those of the enumeration, in which payloads may be added
@@ -30,7 +30,7 @@ def options_of(problem: Problem, compressor: Method | None) -> tuple[Option, ...
     if compressor is None:
         raw = (program for program in enumerate_programs(topology) if not _encodes(program))
         return tuple(map(Option, dict.fromkeys((ALLREDUCE, *raw))))
-    if not isinstance(compressor, Compressor):
+    if not isinstance(compressor, Codec):
         return (Option(default_program(compressor, topology.world_size), compressor),)
     programs = enumerate_programs(topology, summable=compressor.traits.summable)
     goes_around = topology.world_size > 2 and Capabilities.of(compressor).averages_sums
@@ -48,7 +48,7 @@ def variants(option: Option) -> tuple[Option, ...]:
     """An option with every number of parts and every channel, itself first."""
     if option.in_place:
         return (option,)
-    has_channels = isinstance(option.compressor, Compressor) or option.compressor is None
+    has_channels = isinstance(option.compressor, Codec) or option.compressor is None
     if not has_channels:
         return (option,)
     each = (replace(option, parts=parts, channel=channel) for parts in PARTS for channel in range(MAX_CHANNELS))
@@ -57,7 +57,7 @@ def variants(option: Option) -> tuple[Option, ...]:
 
 def placed(option: Option, places: Sequence[Place]) -> tuple[Option, ...]:
     """An option with each of its encodings and decodings at every place, itself first."""
-    if option.in_place or not _encodes(option.program) or not isinstance(option.compressor, Compressor):
+    if option.in_place or not _encodes(option.program) or not isinstance(option.compressor, Codec):
         return (option,)
     choices = (
         [type(step)(place) for place in places] if isinstance(step, Coding) else [step] for step in option.program

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gckernels.compressor import GRAD_DTYPES
-from gckernels.method import Method
+from gckernels.codec import GRAD_DTYPES
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import unfitted
@@ -49,7 +49,7 @@ class Problem:
     trace: Trace
     pricer: Pricer
     attached: Attached
-    allowed: Mapping[str, tuple[Method, ...]] = field(default_factory=dict)
+    allowed: Mapping[str, tuple[Compressor, ...]] = field(default_factory=dict)
     places: tuple[Place, ...] = (Place.DEVICE,)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Problem:
         return self.machine.topology
 
     @functools.cached_property
-    def compressors(self) -> tuple[Method, ...]:
+    def compressors(self) -> tuple[Compressor, ...]:
         """All compressors that any tensor may use, not fitted to shapes, without repetition."""
         used = (methods for name, methods in self.allowed.items() if name in self._compressible)
         return tuple(dict.fromkeys(unfitted(each) for methods in used for each in methods))
@@ -83,18 +83,18 @@ class Problem:
         return {tensor.name: number for number, tensor in tensors if tensor.numel and self.encodable(number)}
 
     @functools.cached_property
-    def users(self) -> Mapping[Method | None, frozenset[int]]:
+    def users(self) -> Mapping[Compressor | None, frozenset[int]]:
         """For each compressor, not fitted to shapes, the tensors that may use it; for ``None`` those that programs with
         encodings take."""
         tensors = self.trace.tensors
         encodable = frozenset(number for number in range(len(tensors)) if self.encodable(number))
-        users: dict[Method | None, set[int]] = {compressor: set() for compressor in self.compressors}
+        users: dict[Compressor | None, set[int]] = {compressor: set() for compressor in self.compressors}
         for name, number in self._compressible.items():
             for compressor in self.allowed.get(name, ()):
                 users[unfitted(compressor)].add(number)
         return {None: encodable} | {compressor: frozenset(each) for compressor, each in users.items()}
 
-    def may_use(self, tensor: int, compressor: Method) -> bool:
+    def may_use(self, tensor: int, compressor: Compressor) -> bool:
         """Whether a tensor may be compressed with a compressor."""
         return tensor in self.users.get(compressor, ())
 
@@ -110,7 +110,7 @@ class Problem:
         """Whether a tensor has a dtype that programs with encodings take; any other is averaged in place."""
         return self.trace.tensors[tensor].dtype in GRAD_DTYPES
 
-    def fitted(self, tensor: int, compressor: Method | None) -> Method:
+    def fitted(self, tensor: int, compressor: Compressor | None) -> Compressor:
         """The method of a tensor in a message with ``compressor``, fitted to its shape.
 
         It is :class:`~gckernels.Identity` if the tensor may not use the compressor, or if that is ``None``.
@@ -124,7 +124,7 @@ class Problem:
         return known[tensor, compressor]
 
     @functools.cached_property
-    def _fitted(self) -> dict[tuple[int, Method | None], Method]:
+    def _fitted(self) -> dict[tuple[int, Compressor | None], Compressor]:
         return {}
 
     def timeline(self, plan: Plan) -> Timeline:
@@ -195,9 +195,9 @@ def _check_trace(trace: Trace, attached: Attached) -> None:
         raise ValueError("Problem: the buckets of the trace must have each of its tensors once")
 
 
-def _check_allowed(allowed: Mapping[str, tuple[Method, ...]], names: set[str]) -> None:
+def _check_allowed(allowed: Mapping[str, tuple[Compressor, ...]], names: set[str]) -> None:
     for name, methods in allowed.items():
         if name not in names:
             raise ValueError(f"Problem: allowed has {name!r}, which the trace has not")
-        if not isinstance(methods, tuple) or not all(isinstance(each, Method) for each in methods):
+        if not isinstance(methods, tuple) or not all(isinstance(each, Compressor) for each in methods):
             raise TypeError(f"Problem: allowed[{name!r}] must be a tuple of compressors, got {methods!r}")

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 
 from ...programs.stages import StageKind
 from .machine import MachineError
@@ -41,19 +41,19 @@ followed by an orthogonalisation."""
 
 
 @functools.lru_cache(maxsize=1024)
-def payload_nbytes_per_element(compressor: Method) -> float:
+def payload_nbytes_per_element(compressor: Compressor) -> float:
     """Bytes of payload for each element of a large unit.
 
     Raises:
         MachineError: the method has no payloads of single vectors.
     """
-    if not isinstance(compressor, Compressor):
+    if not isinstance(compressor, Codec):
         raise MachineError(f"{compressor.name}: neither encodes nor decodes; it has the works project and reconstruct")
     return compressor.payload_nbytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL
 
 
 @functools.lru_cache(maxsize=4096)
-def moved_nbytes_per_element(work: StageKind, compressor: Method, sources: int) -> float:
+def moved_nbytes_per_element(work: StageKind, compressor: Compressor, sources: int) -> float:
     """Bytes that a codec reads and writes for each element, at least.
 
     Args:
@@ -65,9 +65,9 @@ def moved_nbytes_per_element(work: StageKind, compressor: Method, sources: int) 
         MachineError: codecs do no such work.
     """
     match work:
-        case StageKind.PROJECT if isinstance(compressor, Compressor):
+        case StageKind.PROJECT if isinstance(compressor, Codec):
             return moved_nbytes_per_element(StageKind.ENCODE, compressor, 1)
-        case StageKind.RECONSTRUCT if isinstance(compressor, Compressor):
+        case StageKind.RECONSTRUCT if isinstance(compressor, Codec):
             return moved_nbytes_per_element(StageKind.DECODE, compressor, 1)
         case StageKind.ENCODE | StageKind.ENCODE_SHARD:
             return FP32_NBYTES + _kept(compressor) + payload_nbytes_per_element(compressor)
@@ -84,13 +84,13 @@ def moved_nbytes_per_element(work: StageKind, compressor: Method, sources: int) 
     raise MachineError(f"{work.value}: is no work of codecs")
 
 
-def _kept(compressor: Method) -> float:
+def _kept(compressor: Compressor) -> float:
     """Bytes of the residual, read and written."""
     traits = compressor.traits
     return 2 * FP32_NBYTES * traits.states if traits.needs_feedback else 0
 
 
-def merging_factor(compressor: Method, sources: int) -> float:
+def merging_factor(compressor: Compressor, sources: int) -> float:
     """The bytes of decoding ``sources`` payloads in one call, relative to those of decoding one."""
     decodes = (moved_nbytes_per_element(StageKind.DECODE, compressor, each) for each in (sources, 1))
     several, one = decodes

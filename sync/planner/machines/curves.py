@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import PowerSGD
 
 from ...programs.stages import StageKind
@@ -187,7 +187,7 @@ def features_of(units: Floats, elements: Floats, sources: int | Floats, sides: F
     return np.stack([np.ones_like(units), units, elements, far, units * more, elements * more, wide], axis=-1)
 
 
-def sides_of(method: Method, units: Floats, elements: Floats) -> Floats | float:
+def sides_of(method: Compressor, units: Floats, elements: Floats) -> Floats | float:
     """The rows and columns of the matrices of units; 0 for methods without matrices."""
     if isinstance(method, PowerSGD) and method.rows is not None:
         return units * method.rows + elements / method.rows
@@ -208,7 +208,7 @@ class CodecModel:
         error: median relative error at sizes that were held out; ``None`` if there are too few to tell.
     """
 
-    compressor: Method
+    compressor: Compressor
     work: StageKind
     place: Place
     coefficients: Coefficients
@@ -227,7 +227,7 @@ class CodecModel:
         return f"{self.compressor} {self.work.value}{_suffix(self.place)}"
 
 
-def is_fitted_from(base: Method, method: Method) -> bool:
+def is_fitted_from(base: Compressor, method: Compressor) -> bool:
     """Whether ``method`` is ``base``, or ``base`` fitted to some shape. Fitting sets fields that were ``None``."""
     if type(base) is not type(method):
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
@@ -64,7 +64,7 @@ class DerivedMachine:
         return self.base.collective(step, level, place, wire_nbytes, from_roots)
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         return self.base.codec(work, compressor, place, units, elements, sources)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
@@ -142,7 +142,7 @@ class Description:
         return Price(np.where(wire > 0, latency_s + sending_s, 0.0), work_s, busiest_s=busiest_s)
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         """The price of a codec: published times, or else the bytes that it moves at least, and launches.
 
@@ -190,7 +190,7 @@ class Description:
 
 
 def _published_s(
-    published: PublishedCodec, work: StageKind, compressor: Method, nbytes: Floats, sources: int
+    published: PublishedCodec, work: StageKind, compressor: Compressor, nbytes: Floats, sources: int
 ) -> Floats:
     """Published seconds of a codec for gradients of ``nbytes`` bytes in fp32."""
     encode_s, one_s, fixed_s = (

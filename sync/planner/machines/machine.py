@@ -14,8 +14,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
@@ -169,7 +169,7 @@ class Machine(Protocol):
         """
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         """The price of encoding or decoding of units with one compressor, in one launch.
 
@@ -194,11 +194,11 @@ class MachineError(ValueError):
     """Raised for a machine that is not valid, or that lacks a price."""
 
 
-def has_prices(machine: Machine, method: Method) -> bool:
+def has_prices(machine: Machine, method: Compressor) -> bool:
     """Whether a machine has prices for a compressor: a profile may lack it, or have measured it too badly."""
     one, sources = np.array([1.0]), machine.topology.world_size
     works = [(StageKind.PROJECT, 1), (StageKind.RECONSTRUCT, 1)]
-    if isinstance(method, Compressor):
+    if isinstance(method, Codec):
         works = [(StageKind.ENCODE, 1), (StageKind.DECODE, sources)]
     try:
         for work, merged in works:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import PowerSGD
 
 from ...programs.stages import StageKind
@@ -180,7 +180,7 @@ class Profile:
         return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), kind))
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         """The price of a codec; see :meth:`~gckernels.sync.planner.machines.machine.Machine.codec`.
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from gckernels.method import Method, from_spec
+from gckernels.compressor import Compressor, from_spec
 
 from ...plans.json_files import Entry, shown
 from ...programs.stages import StageKind
@@ -150,7 +150,7 @@ def _codec(entry: Entry) -> CodecModel:
     )
 
 
-def _method(entry: Entry) -> Method:
+def _method(entry: Entry) -> Compressor:
     try:
         return from_spec(entry.text())
     except ValueError as error:

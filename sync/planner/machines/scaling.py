@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
@@ -166,7 +166,7 @@ class FasterCodecs(DerivedMachine):
         return max(self.base.margin, MARGIN)
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         price, speed = self.base.codec(work, compressor, place, units, elements, sources), self.codec_speed
         work_s = {shared: seconds / speed for shared, seconds in price.work_s.items()}
@@ -241,7 +241,7 @@ class OtherLinks:
         return Price.fastest(prices)
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         return self.base.codec(work, compressor, place, units, elements, sources)
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from gckernels.method import METHODS
+from gckernels.compressor import COMPRESSORS
 
 from ...plans.json_files import Entry
 from ...programs.topology import Topology
@@ -111,7 +111,7 @@ def _overheads(entry: Entry) -> Overheads:
 
 def _codecs(entry: Entry) -> dict[str, PublishedCodec]:
     codecs = {}
-    for name, codec in entry.fields((), sorted(METHODS)).items():
+    for name, codec in entry.fields((), sorted(COMPRESSORS)).items():
         fields = codec.fields(("encode", "decode"))
         codecs[name] = PublishedCodec(_curve(fields["encode"]), _curve(fields["decode"]))
     return codecs

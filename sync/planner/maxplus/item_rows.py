@@ -13,8 +13,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ...programs.lanes import lane_key
@@ -50,7 +50,7 @@ class _Family:
     """
 
     kind: MessageKind
-    compressor: Method | None
+    compressor: Compressor | None
     sums: bool
     parts: int
 
@@ -77,7 +77,7 @@ class RowMaker:
         self._lanes: dict[Hashable, int] = {}
         for phase in range(8):  # one of them waits for launches
             self._lane(lane_key(Resource.COMPUTE, phase))
-        self._methods: dict[Method, int] = {}
+        self._methods: dict[Compressor, int] = {}
         self._pieces: dict[_Family, dict[int, list[tuple[object, _Unit]]]] = {}  # by class of tensors
         self._known_messages: dict[_Family, dict[Item, list[_Message]]] = {}
         self._forms: dict[tuple[Skeletons, _Family], dict[tuple[Program, bool], Form]] = {}
@@ -192,7 +192,7 @@ class RowMaker:
     def _cut(self, family: _Family, tensor: int) -> list[tuple[object, _Unit]]:
         """The units of a tensor, with keys that are equal for those that share a message."""
         method, numel = self._problem.fitted(tensor, family.compressor), self._problem.trace.tensors[tensor].numel
-        pieces = cut(numel, family.parts) if isinstance(method, Compressor) else ((0, numel),)
+        pieces = cut(numel, family.parts) if isinstance(method, Codec) else ((0, numel),)
         dtype = method.traits.payload_dtype if family.sums else None
         number = self._methods.setdefault(method, len(self._methods))
         return [((part, dtype), (number, size)) for part, (_, size) in enumerate(pieces)]
@@ -263,7 +263,7 @@ class RowMaker:
 def _family(option: Option) -> _Family:
     if option.in_place:
         return _Family(MessageKind.IN_PLACE, None, False, 1)
-    low_rank = option.compressor is not None and not isinstance(option.compressor, Compressor)
+    low_rank = option.compressor is not None and not isinstance(option.compressor, Codec)
     kind = MessageKind.LOW_RANK if low_rank else MessageKind.ENCODED
     sums = any(isinstance(step, AllReduce) for step in option.program)
     return _Family(kind, option.compressor, sums, 1 if low_rank else option.parts)

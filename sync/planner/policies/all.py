@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import unfitted
@@ -19,7 +19,7 @@ def all_(problem: Problem) -> Plan:
     return min(plans, key=problem.step_s) if plans else none(problem)
 
 
-def uniform(problem: Problem, compressor: Method) -> Plan:
+def uniform(problem: Problem, compressor: Compressor) -> Plan:
     """The plan that uses a compressor wherever it is allowed, each launch in one message by the default program.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 
 from ...plans.plan import Plan
 from ...programs.named import ALLGATHER, HIERARCHICAL, default_program
@@ -53,12 +53,12 @@ def uniform_draft(problem: Problem, launches: Iterable[Sequence[int]], option: O
     return tuple(launch_of(problem, launch, option) for launch in launches)
 
 
-def codecs(problem: Problem) -> tuple[Compressor, ...]:
+def codecs(problem: Problem) -> tuple[Codec, ...]:
     """The allowed compressors that encode in one step, without those that compute between collectives."""
-    return tuple(method for method in problem.compressors if isinstance(method, Compressor))
+    return tuple(method for method in problem.compressors if isinstance(method, Codec))
 
 
-def usual_programs(problem: Problem, compressor: Compressor) -> tuple[Program, ...]:
+def usual_programs(problem: Problem, compressor: Codec) -> tuple[Program, ...]:
     """The programs that systems with one program for all tensors use."""
     topology = problem.topology
     programs = [default_program(compressor, topology.world_size)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ...plans.plan import Plan
 from ...programs.named import default_program
@@ -42,19 +42,19 @@ def threshold(problem: Problem) -> Plan:
     return min(plans, key=problem.step_s)
 
 
-def _times(search: Search, compressor: Method, sizes: Sequence[int]) -> dict[int, float]:
+def _times(search: Search, compressor: Compressor, sizes: Sequence[int]) -> dict[int, float]:
     """The estimated time with each threshold."""
     drafts = [_apart(search.problem, compressor, least) for least in sizes]
     return dict(zip(sizes, search.estimates(drafts), strict=True))
 
 
-def _sizes(problem: Problem, compressor: Method) -> list[int]:
+def _sizes(problem: Problem, compressor: Compressor) -> list[int]:
     """The sizes of the tensors that may use a compressor."""
     tensors = problem.trace.tensors
     return sorted({tensors[number].numel for number in problem.users[compressor]})
 
 
-def _apart(problem: Problem, compressor: Method, least: int) -> Draft:
+def _apart(problem: Problem, compressor: Compressor, least: int) -> Draft:
     """The draft in which tensors that are not compressed are averaged in place."""
     option = Option(default_program(compressor, problem.topology.world_size), compressor)
     tensors, users, draft = problem.trace.tensors, problem.users[compressor], []
@@ -66,7 +66,7 @@ def _apart(problem: Problem, compressor: Method, least: int) -> Draft:
     return tuple(draft)
 
 
-def _together(problem: Problem, compressor: Method, least: int) -> Plan:
+def _together(problem: Problem, compressor: Compressor, least: int) -> Plan:
     """The plan in which tensors that are not compressed travel in the messages of the others of their launch."""
     tensors = problem.trace.tensors
     allowed = {tensors[each].name: (compressor,) for each in problem.users[compressor] if tensors[each].numel >= least}

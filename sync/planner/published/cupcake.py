@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 
 from ...plans.plan import Plan
 from ...programs.steps import Program
@@ -79,7 +79,7 @@ def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
     return [(option, groups) for option, groups, _ in found]
 
 
-def _costs(problem: Problem, compressor: Compressor, programs: Sequence[Program]) -> list[FusionCosts | None]:
+def _costs(problem: Problem, compressor: Codec, programs: Sequence[Program]) -> list[FusionCosts | None]:
     """The costs for each program; ``None`` for those for which the machine lacks a price."""
     try:
         return [*fusion_costs(problem, compressor, programs)]

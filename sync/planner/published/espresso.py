@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 
 from ...plans.plan import Plan
 from ...programs.enumeration import enumerate_programs
@@ -82,7 +82,7 @@ def _options(problem: Problem) -> list[Option]:
         if not _encodes(program) and program != ALLREDUCE:
             exact.append(Option(program))
     for compressor in problem.compressors:
-        if isinstance(compressor, Compressor):
+        if isinstance(compressor, Codec):
             programs = enumerate_programs(problem.topology, summable=compressor.traits.summable)
             encoded += [Option(program, compressor) for program in programs if _encodes(program)]
     return [*exact, *encoded]

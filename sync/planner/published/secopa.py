@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 
 from ...plans.plan import Plan
 from ...programs.named import ALLREDUCE, PARAMETER_SERVER, ring
@@ -51,7 +51,7 @@ def secopa(problem: Problem) -> Plan:
     return fastest(problem, (best, alone))
 
 
-def machine_costs(machine: Machine, compressor: Compressor) -> SecopaCosts:
+def machine_costs(machine: Machine, compressor: Codec) -> SecopaCosts:
     """SeCoPa's primitives on a machine, as straight lines through the prices at two sizes.
 
     Raises:
@@ -87,7 +87,7 @@ def machine_costs(machine: Machine, compressor: Compressor) -> SecopaCosts:
     )
 
 
-def option_choices(problem: Problem, compressor: Compressor, exchange: Exchange) -> Iterator[tuple[Option, ...]]:
+def option_choices(problem: Problem, compressor: Codec, exchange: Exchange) -> Iterator[tuple[Option, ...]]:
     """The options of all tensors by SeCoPa's decisions; nothing if the exchange is not possible."""
     levels = has_levels(problem.topology)
     level = Level.INTER if levels else Level.FLAT

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...programs.named import ALLREDUCE
@@ -41,7 +41,7 @@ class Runs:
         weights: ``[runs]``, 1 for runs that have these units, 0 for others.
     """
 
-    compressor: Method
+    compressor: Compressor
     numels: tuple[int, ...]
     rows: Numbers
     starts: Numbers
@@ -104,7 +104,7 @@ class FusionCosts:
         return best_groups(self.backward_s, self.encode_fixed_s, self.encode_each_s, send_s, below_s)
 
 
-def fusion_costs(problem: Problem, compressor: Method, programs: Sequence[Program]) -> list[FusionCosts]:
+def fusion_costs(problem: Problem, compressor: Compressor, programs: Sequence[Program]) -> list[FusionCosts]:
     """The times of groups that are sent with one compressor, for each of some programs.
 
     Raises:
@@ -154,7 +154,7 @@ def exact_groups(problem: Problem, option: Option, costs: FusionCosts, tried: Gr
 
 
 def group_times(
-    problem: Problem, starts: Numbers, stops: Numbers, compressor: Method, programs: Sequence[Program]
+    problem: Problem, starts: Numbers, stops: Numbers, compressor: Compressor, programs: Sequence[Program]
 ) -> list[tuple[Floats, Floats]]:
     """The seconds of computing and of sending, ``[groups]``, for groups of the tensors from ``starts`` up to ``stops``,
     for each of some programs.
@@ -212,7 +212,7 @@ def within_runs(send_s: Floats, runs: Floats) -> Floats:
     return result
 
 
-def _runs(problem: Problem, compressor: Method, members: Sequence[int], starts: Numbers, stops: Numbers) -> Runs:
+def _runs(problem: Problem, compressor: Compressor, members: Sequence[int], starts: Numbers, stops: Numbers) -> Runs:
     """The units of every group, of those tensors that are ``members``."""
     tensors = problem.trace.tensors
     numels = tuple(sorted({tensors[number].numel for number in members}))

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import torch
 
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 
 from ...plans.grouping import MessageSpec
 from ...programs.contents import Content
@@ -28,7 +28,7 @@ from .stage_templates import Coding, Copying, Need, Sending, Skeletons, skeleton
 
 _KEPT = 500
 """Messages whose prices are kept if no more are priced at once."""
-_Form: TypeAlias = tuple[MessageKind, Program, torch.dtype, tuple[Method, ...]]
+_Form: TypeAlias = tuple[MessageKind, Program, torch.dtype, tuple[Compressor, ...]]
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -36,7 +36,7 @@ class Totals(Protocol):
     """Units of some messages that have the same compressor, of which sums are known."""
 
     @property
-    def compressor(self) -> Method:
+    def compressor(self) -> Compressor:
         """The fitted compressor."""
 
     @property
@@ -57,12 +57,12 @@ class Units:
         counts: ``float64 [sizes, n]``, how many units of each size each message has.
     """
 
-    compressor: Method
+    compressor: Compressor
     numels: tuple[int, ...]
     counts: Floats
 
     @staticmethod
-    def of(compressor: Method, messages: Sequence[Iterable[int]]) -> Units:
+    def of(compressor: Compressor, messages: Sequence[Iterable[int]]) -> Units:
         """The units with ``compressor`` of messages, given the numbers of elements of each message's units."""
         tallies = [Counter(numels) for numels in messages]
         numels = tuple(sorted(set().union(*tallies)))
@@ -269,7 +269,7 @@ def _form(message: MessageSpec, dtype: torch.dtype) -> _Form:
 
 def _sizes(message: MessageSpec) -> _Sizes:
     """The sizes of the units of a message for each of their methods, in the order of the form."""
-    sizes: dict[Method, list[int]] = {}
+    sizes: dict[Compressor, list[int]] = {}
     for unit in message.units:
         sizes.setdefault(unit.plan.compressor, []).append(unit.plan.numel)
     return tuple(tuple(sorted(each)) for each in sizes.values())

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 from gckernels.ops import PowerSGD
 
 from ...communication.communicators import DryCommunicators
@@ -32,9 +32,9 @@ from .stopwatch import Stopwatch
 _TIMES_AGAIN = 2  # a launch that takes longer than others suggest is measured again at most
 
 
-def works_of(method: Method) -> tuple[StageKind, ...]:
+def works_of(method: Compressor) -> tuple[StageKind, ...]:
     """The works of a method that are measured."""
-    if not isinstance(method, Compressor):
+    if not isinstance(method, Codec):
         return StageKind.PROJECT, StageKind.RECONSTRUCT
     if method.traits.summable:
         return StageKind.ENCODE, StageKind.DECODE, StageKind.ADD
@@ -59,16 +59,16 @@ def cases_of(session: Session, work: StageKind) -> list[Case]:
 
 
 def measure_codecs(
-    session: Session, arena: Arena, method: Method, works: Sequence[StageKind], place: Place
+    session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], place: Place
 ) -> list[CodecModel]:
     """The models of some works of a method. Collective. The slowest rank counts."""
     method.compile_host(recodes=True)
-    if isinstance(method, Compressor):
+    if isinstance(method, Codec):
         return [measure_work(session, arena, method, work, place) for work in works]
     return _measure_low_rank(session, arena, method, place)
 
 
-def measure_work(session: Session, arena: Arena, method: Compressor, work: StageKind, place: Place) -> CodecModel:
+def measure_work(session: Session, arena: Arena, method: Codec, work: StageKind, place: Place) -> CodecModel:
     """The model of one work of a compressor. Collective."""
     cases = cases_of(session, work)
 
@@ -89,7 +89,7 @@ def _models(
     session: Session,
     cases: Sequence[Case],
     measure: Callable[[Case], list[Timed]],
-    method: Method,
+    method: Compressor,
     works: Sequence[StageKind],
     place: Place,
 ) -> list[CodecModel]:
@@ -165,7 +165,7 @@ def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets
 
 
 def _model(
-    method: Method,
+    method: Compressor,
     work: StageKind,
     place: Place,
     cases: Sequence[Case],
@@ -185,20 +185,20 @@ def _model(
     )
 
 
-def _samples(method: Method, cases: Sequence[Case], found: Sequence[Timed]) -> list[LaunchSample]:
+def _samples(method: Compressor, cases: Sequence[Case], found: Sequence[Timed]) -> list[LaunchSample]:
     return [_sample(method, case, seconds) for case, (seconds, _) in zip(cases, found, strict=True)]
 
 
-def _sample(method: Method, case: Case, seconds: float) -> LaunchSample:
+def _sample(method: Compressor, case: Case, seconds: float) -> LaunchSample:
     elements = case.units * case.numel
-    sides = 0.0 if isinstance(method, Compressor) else float(case.units * sum(case.shape))
+    sides = 0.0 if isinstance(method, Codec) else float(case.units * sum(case.shape))
     return LaunchSample(case.units, elements, case.sources, seconds, sides)
 
 
 # -------------------------------------------------------------------- low-rank methods
 
 
-def _measure_low_rank(session: Session, arena: Arena, method: Method, place: Place) -> list[CodecModel]:
+def _measure_low_rank(session: Session, arena: Arena, method: Compressor, place: Place) -> list[CodecModel]:
     works = (StageKind.PROJECT, StageKind.RECONSTRUCT)
     cases = [case for case in cases_of(session, StageKind.PROJECT) if _compresses(method, case)]
 
@@ -222,11 +222,11 @@ def _mean(times: Sequence[Timed]) -> Timed:
     return wall_s, cores_s
 
 
-def _compresses(method: Method, case: Case) -> bool:
+def _compresses(method: Compressor, case: Case) -> bool:
     return type(method.fit(case.shape)) is type(method)
 
 
-def _low_rank_message(session: Session, arena: Arena, method: Method, case: Case, start: int) -> LowRankMessage:
+def _low_rank_message(session: Session, arena: Arena, method: Compressor, case: Case, start: int) -> LowRankMessage:
     """A message of matrices, which is never sent: it decodes what it has encoded itself."""
     places = Places.of(arena.device)
     communicators: Any = DryCommunicators(0, session.topology, places)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
-from gckernels.compressor import Compressor, Decoding, Encoding, Recoding
+from gckernels.codec import Codec, Decoding, Encoding, Recoding
 
 from ...programs.stages import StageKind
 from .memory import Arena
@@ -55,7 +55,7 @@ class Case:
         return self.numel // columns, columns
 
 
-def bound(arena: Arena, method: Compressor, work: StageKind, case: Case, start: int) -> Work:
+def bound(arena: Arena, method: Codec, work: StageKind, case: Case, start: int) -> Work:
     """A launch on buffers whose gradients begin at ``start``. Its payloads have been encoded from gradients."""
     numel, units = case.numel, case.units
     states = method.traits.states * numel
@@ -102,7 +102,7 @@ def bound(arena: Arena, method: Compressor, work: StageKind, case: Case, start: 
 
 
 def _bound_add(
-    method: Compressor,
+    method: Codec,
     encodings: Sequence[Encoding],
     received: Sequence[torch.Tensor],
     sums: Sequence[torch.Tensor],

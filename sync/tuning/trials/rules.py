@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gckernels.method import Method, from_spec
+from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import Accuracy, AccuracyLike, as_accuracy, is_safe, start_step, unfitted
@@ -45,7 +45,7 @@ class Phase:
     first_step: int
 
     @property
-    def methods(self) -> tuple[Method, ...]:
+    def methods(self) -> tuple[Compressor, ...]:
         """The compressors that are measured and tried."""
         if self.accuracy.named is not None:
             return self.accuracy.named

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.method import Method
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import AccuracyLike, allowed_compressors, error_on, unfitted
@@ -80,7 +80,7 @@ def _finer(
     unit: UnitPlan,
     error: float,
     tensors: Mapping[str, TracedTensor],
-    allowed: Mapping[str, tuple[Method, ...]],
+    allowed: Mapping[str, tuple[Compressor, ...]],
     topology: Topology,
     world_size: int,
 ) -> UnitPlan:
@@ -92,7 +92,7 @@ def _finer(
         choices = {unfitted(method) for method in allowed[unit.parameter]}
         for name in unit.also:
             choices &= {unfitted(method) for method in allowed[name]}
-        coded = [method for method in choices if isinstance(method, Compressor) and method != own]
+        coded = [method for method in choices if isinstance(method, Codec) and method != own]
         errors = {method: max(_error(method, tensor) for tensor in mine) for method in coded}
         for method in sorted(coded, key=lambda method: (-errors[method], str(method))):
             if errors[method] < limit:
@@ -101,13 +101,13 @@ def _finer(
     return replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False, message=None, channel=None)
 
 
-def _error(method: Method, tensor: TracedTensor) -> float:
+def _error(method: Compressor, tensor: TracedTensor) -> float:
     found = error_on(tensor, method)
     return float("inf") if found is None else found.value
 
 
 def _programs(
-    unit: UnitPlan, method: Compressor, dtype: torch.dtype, topology: Topology, world_size: int
+    unit: UnitPlan, method: Codec, dtype: torch.dtype, topology: Topology, world_size: int
 ) -> Iterator[Program]:
     """The programs through which a unit can go with a compressor, its own first."""
     for program in dict.fromkeys((unit.program, default_program(method, world_size))):
@@ -118,6 +118,6 @@ def _programs(
         yield program
 
 
-def _coded(unit: UnitPlan, method: Compressor, program: Program) -> UnitPlan:
+def _coded(unit: UnitPlan, method: Codec, program: Program) -> UnitPlan:
     changed = replace(unit, compressor=method, program=program, feedback=method.traits.needs_feedback)
     return changed if program == unit.program else replace(changed, message=None, channel=None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 
 from ...accuracy.accuracy import AccuracyLike, as_accuracy
 from ...plans.plan import Plan
@@ -133,7 +133,7 @@ class Guard:
             )
             for unit in watched
         }
-        low_rank = tuple(unit.key for unit in watched if not isinstance(unit.compressor, Compressor))
+        low_rank = tuple(unit.key for unit in watched if not isinstance(unit.compressor, Codec))
         return Guard({key: Course(limit) for key, limit in limits.items()}, low_rank)
 
     @property

@@ -13,7 +13,7 @@ from gckernels.sync.commands.compressors import compressors_table
 
 def test_the_columns_of_the_table_stand_below_each_other():
     head, *rows = compressors_table().splitlines()
-    assert len(rows) == len(gckernels.METHODS)
+    assert len(rows) == len(gckernels.COMPRESSORS)
     for title in ("feedback", "summable"):
         column = head.index(title)
         assert {row[column : column + 4].split()[0] for row in rows} == {"yes", "no"}, title
@@ -24,10 +24,10 @@ def test_the_columns_of_the_table_stand_below_each_other():
 
 def test_every_method_is_in_the_table(capsys):
     rows = compressors_table().splitlines()[1:]
-    assert [row.partition("(")[0] for row in rows] == sorted(gckernels.METHODS)
+    assert [row.partition("(")[0] for row in rows] == sorted(gckernels.COMPRESSORS)
     assert commands.main(["compressors", "--json"]) == 0
     assert [each["compressor"].partition("(")[0] for each in json.loads(capsys.readouterr().out)] == sorted(
-        gckernels.METHODS
+        gckernels.COMPRESSORS
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gckernels import DGC, PowerSGD, SigNUM, TopK, Traits
-from gckernels.method import METHODS
+from gckernels.compressor import COMPRESSORS
 from gckernels.sync import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD, ring
 from gckernels.sync.states.jobs import read_job
 from resharded_jobs import EPS, check_kept, plan_of, resharded, saved
@@ -35,7 +35,7 @@ class _TwoStates(TopK):
 
 
 def test_states_in_a_ring_lie_shard_by_shard(monkeypatch):
-    monkeypatch.setitem(METHODS, "_TwoStates", _TwoStates)
+    monkeypatch.setitem(COMPRESSORS, "_TwoStates", _TwoStates)
     states = saved(plan_of(ring(3), _TwoStates(), (70,)), 3)
     first, second = torch.arange(70.0), 1000.0 + torch.arange(70.0)
     for state in states:  # shards of 32, 32 and 6 elements
@@ -53,7 +53,7 @@ def test_a_momentum_of_shards_is_left_out_where_there_are_none(monkeypatch):
     class Moving(SigNUM):
         shard_compressor = property(lambda self: self)
 
-    monkeypatch.setitem(METHODS, "Moving", Moving)
+    monkeypatch.setitem(COMPRESSORS, "Moving", Moving)
     states = saved(plan_of(ALLTOALL, Moving(), (70,)), 4)
     mean = torch.stack([state["feedback"]["worker"]["w70"].double() for state in states]).mean(0)
     for state in resharded(states, plan_of(ALLGATHER, Moving(), (70,)), 2):

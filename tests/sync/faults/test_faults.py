@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.batch import Bound, Decoding, Encoding
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 from gckernels.sync import Synchronizer, attach
 from leftovers import lanes
 from models import SMALL_BUCKETS, build
@@ -52,7 +52,7 @@ class Seen:
     threads: list[str]
 
 
-def _taken(front: str, module: torch.nn.Module, compressor: Compressor, program: str) -> tuple[torch.nn.Module, Any]:
+def _taken(front: str, module: torch.nn.Module, compressor: Codec, program: str) -> tuple[torch.nn.Module, Any]:
     """The model to train, and the attachment or synchronizer."""
     if front == "synchronizer":
         plan = sync.plan(module, compressor, program=program)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, sync
-from gckernels.compressor import Encoding
+from gckernels.codec import Encoding
 from gckernels.sync import Synchronizer, attach
 from gckernels.sync.messages import codings
 from gckernels.sync.resources.lanes import DeviceLanes

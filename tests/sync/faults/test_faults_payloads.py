@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 from gckernels.sync import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, Synchronizer, attach, ring
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives, encoded
@@ -28,9 +28,7 @@ from workloads import digest_of
 FAULTY = 1  # the rank whose payloads are damaged
 
 COMPRESSORS = sorted(
-    name
-    for name, method in gckernels.METHODS.items()
-    if issubclass(method, Compressor) and not method().traits.summable
+    name for name, method in gckernels.COMPRESSORS.items() if issubclass(method, Codec) and not method().traits.summable
 )
 FEW = ("BlockQuant", "EFSignSGD", "DGC", "TopK", "TernGrad")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import PROGRAMS, Place, Plan, Program, Synchronizer, UnitPlan, attach
 from gckernels.sync.engine.compilation import compile_host, host_methods
 from gckernels.sync.resources.memory_spaces import Places
@@ -52,7 +52,7 @@ def test_no_step_waits_for_a_compiler(front):
     assert values_of(run_ranks(2, opened_in_steps, front, *specs, fresh=True, exits=False)) == [[], []]
 
 
-def plan_of(*units: tuple[Method, Program]) -> Plan:
+def plan_of(*units: tuple[Compressor, Program]) -> Plan:
     plans = [UnitPlan(f"{index}", 100, *unit, feedback=False) for index, unit in enumerate(units)]
     return Plan(tuple(plans), topology(2))
 
@@ -80,7 +80,7 @@ def test_beside_a_device_only_what_is_placed_on_the_host_counts():
 def test_ranks_begin_with_different_programs():
     methods = [gckernels.LinearQuant(bits=bits) for bits in (2, 4, 8)]
     plan = plan_of(*((method, PROGRAMS["allgather"]) for method in methods))
-    order: list[Method] = []
+    order: list[Compressor] = []
     with mock.patch.object(gckernels.LinearQuant, "compile_host", lambda self, recodes: order.append(self)):
         compile_host(plan, Places.of(CPU), rank=4)
     assert order == [*methods[1:], methods[0]]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, Cast16, PowerSGD, sync
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import ALLTOALL, HIERARCHICAL, PROGRAMS, Plan, PlanError, Synchronizer, Topology, attach
 from models import build
 from ranks import run_ranks, values_of
@@ -25,9 +25,9 @@ def planned(compressor: Any = "BlockQuant", model: Any = PARAMETERS, **more: Any
     return sync.plan(model, compressor, **{"world_size": 4} | more)
 
 
-@pytest.mark.parametrize("name", sorted(gckernels.METHODS))
+@pytest.mark.parametrize("name", sorted(gckernels.COMPRESSORS))
 def test_a_spec_is_its_compressor(name):
-    assert planned(name) == planned(gckernels.METHODS[name]())
+    assert planned(name) == planned(gckernels.COMPRESSORS[name]())
 
 
 def test_a_spec_has_fields():
@@ -160,7 +160,7 @@ def test_a_ddp_model_is_planned_with_what_it_averages_among_its_ranks():
         assert plans[0].units[0].program != whole.units[0].program
 
 
-def both_ways(method: Method) -> list[Plan]:
+def both_ways(method: Compressor) -> list[Plan]:
     """The plans of an attachment and of a synchronizer: from texts, from objects, and from the compressor alone."""
     plans = []
     text = str(method)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from gckernels.compressor import Compressor
+from gckernels.codec import Codec
 from gckernels.sync import Level, Place, ProgramError, Topology, UnitPlan, default_program, enumerate_programs, ring
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.engine.engine import Engine
@@ -31,7 +31,7 @@ from workloads import digest_of
 TOPOLOGY = Topology(2, 2)
 STEPS, MESSAGES, IN_A_STEP = 2000, 40, 5
 DELAY_S = 0.0005
-SPECS = [name for name, cls in sorted(gckernels.METHODS.items()) if issubclass(cls, Compressor)]
+SPECS = [name for name, cls in sorted(gckernels.COMPRESSORS.items()) if issubclass(cls, Codec)]
 
 
 def resident_nbytes() -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddp_models import trained, wrapped
-from gckernels import BlockQuant, Compressor, RandomK, sync
-from gckernels.compressor import SEED_MASK
+from gckernels import BlockQuant, Codec, RandomK, sync
+from gckernels.codec import SEED_MASK
 from gckernels.sync import ALLTOALL, attach
 from gckernels.sync.messages import codings
 from ranks import run_ranks, values_of
@@ -17,7 +17,7 @@ def seeds(seed: int, first_step: int) -> list[int]:
     return _seeds(BlockQuant(), seed, first_step, summable=False)
 
 
-def _seeds(compressor: Compressor, seed: int, first_step: int, summable: bool) -> list[int]:
+def _seeds(compressor: Codec, seed: int, first_step: int, summable: bool) -> list[int]:
     seen: list[int] = []
 
     def noting(bind):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gckernels.compressor import SEED_MASK
+from gckernels.codec import SEED_MASK
 from gckernels.sync.messages.seeds import Seeds, step_seed, unit_seed
 from gckernels.sync.programs.steps import Place
 from gckernels.sync.resources.memory_spaces import Places

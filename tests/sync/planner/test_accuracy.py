@@ -13,7 +13,7 @@ import torch
 
 import gckernels
 from gckernels import sync
-from gckernels.method import METHODS, Traits
+from gckernels.compressor import COMPRESSORS, Traits
 from gckernels.ops import DGC, QSGD, BlockQuant, Cast16, EFSignSGD, Identity, PowerSGD, RandomK, SignSGD, TopK
 from gckernels.sync.accuracy.accuracy import (
     AGGRESSIVE_ERROR,
@@ -129,7 +129,7 @@ class Half(BlockQuant):
 
 
 def test_a_users_compressor_is_judged_by_the_same_rule(monkeypatch):
-    monkeypatch.setitem(METHODS, "Half", Half)
+    monkeypatch.setitem(COMPRESSORS, "Half", Half)
     trace = trace_of(tensor("good", errors={"Half": 0.19}), tensor("bad", errors={"Half": 0.21}))
     allowed = allowed_compressors(trace)
     assert allowed == {"good": (Half(),), "bad": ()}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gckernels
-from gckernels import Compressor
+from gckernels import Codec
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_names
 from gckernels.sync.planner.machines.machine import Machine, MachineError, Price, Shared
@@ -228,9 +228,9 @@ def all_prices(described: Machine):
         for step in COLLECTIVES:
             for level in Level:
                 yield step, described.collective(step, level, place, SIZES)
-        for name, kind in gckernels.METHODS.items():
+        for name, kind in gckernels.COMPRESSORS.items():
             compressor = kind()
-            works = CODECS if isinstance(compressor, Compressor) else LOW_RANK
+            works = CODECS if isinstance(compressor, Codec) else LOW_RANK
             for work in works:
                 for sources in (1, described.topology.world_size):
                     yield name, described.codec(work, compressor, place, np.minimum(SIZES, 7), SIZES, sources)
@@ -251,9 +251,9 @@ def test_prices_are_monotone_and_work_fits_into_the_time(name):
         for shared, work_s in price.work_s.items():
             assert (np.diff(work_s) >= 0).all() and work_s[0] >= 0, what
             assert (work_s <= price.alone_s * described.capacities[shared] * (1 + 1e-12)).all(), (what, shared)
-        if what in gckernels.METHODS:
+        if what in gckernels.COMPRESSORS:
             assert price.alone_s[0] == 0, what
-    assert count > 2 * 5 * len(gckernels.COMPRESSORS)
+    assert count > 2 * 5 * len(gckernels.CODECS)
 
 
 def test_errors_say_what_a_machine_cannot_do():

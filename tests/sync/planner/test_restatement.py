@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gckernels import from_spec
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import PROGRAMS, Level, Place, Plan, Topology, UnitPlan, enumerate_programs, parted, ring
 from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.planner.timeline.launches import launches_of, messages_of
@@ -42,7 +42,7 @@ class Arbitrary(RatedMachine):
         return self._price(step, level, place, amounts=wire_nbytes, submit_s=self._draw("submit", step) / 10)
 
     def codec(
-        self, work: StageKind, compressor: Method, place: Place, units: Floats, elements: Floats, sources: int
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         return self._price(work, compressor.name, place, sources, amounts=elements)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -28,7 +28,7 @@ from gckernels.sync.programs.stages import MessageKind
 QUANT, EXACT, LOW_RANK = BlockQuant(), Identity(), PowerSGD(rank=2).fit((10, 10))
 
 
-def unit(name: str, method: Method, program: Program, **settings) -> UnitPlan:
+def unit(name: str, method: Compressor, program: Program, **settings) -> UnitPlan:
     return UnitPlan(name, 100, method, program, False, **settings)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gckernels import METHODS, BlockQuant, EFSignSGD, Identity, sync
+from gckernels import COMPRESSORS, BlockQuant, EFSignSGD, Identity, sync
 from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, Attached, Plan, PlanError, Prediction, Topology, UnitPlan
 from gckernels.sync.plans.prediction import Alternative, Source
 
@@ -46,7 +46,7 @@ def plans(draw: st.DrawFn) -> Plan:
     launched = draw(st.booleans())
     units = []
     for index, name in enumerate(names):
-        method = METHODS[draw(st.sampled_from(sorted(METHODS)))]()
+        method = COMPRESSORS[draw(st.sampled_from(sorted(COMPRESSORS)))]()
         program = draw(st.sampled_from([ALLREDUCE, ALLGATHER, ALLTOALL, *sync.PROGRAMS.values()]))
         units.append(
             UnitPlan(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gckernels import METHODS, BlockQuant, Cast16, EFSignSGD, Identity
+from gckernels import COMPRESSORS, BlockQuant, Cast16, EFSignSGD, Identity
 from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, Plan, PlanError, Topology, UnitPlan
 from ranks import run_ranks, values_of
 
@@ -167,7 +167,7 @@ def _nested(depth: int) -> list[Any]:
 
 
 EVERY_METHOD = Plan(
-    tuple(UnitPlan(name, 12, method(), ALLREDUCE, feedback=False, start=0) for name, method in METHODS.items()),
+    tuple(UnitPlan(name, 12, method(), ALLREDUCE, feedback=False, start=0) for name, method in COMPRESSORS.items()),
     Topology(2, 2),
 )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD, sync
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -36,7 +36,7 @@ SOURCE = Source("lab", "5f3c")
 PREDICTION = Prediction(0.1, 0.2, "auto", False, 0.05, SOURCE, SOURCE, 0.13)
 
 
-def unit(name: str, method: Method = QUANT, program: Program = ALLTOALL, **settings) -> UnitPlan:
+def unit(name: str, method: Compressor = QUANT, program: Program = ALLTOALL, **settings) -> UnitPlan:
     return UnitPlan(name, 100, method, program, False, **settings)
 
 

@@ -29,7 +29,7 @@ NOISY = replace(CURVE, error=REFUSED_ERROR + 0.05)
 IDENTITY, CAST, SIGN = map(gckernels.from_spec, ("Identity", "Cast16", "EFSignSGD"))
 
 
-def models(*methods: gckernels.Method, error: float = 0.05) -> tuple[CodecModel, ...]:
+def models(*methods: gckernels.Compressor, error: float = 0.05) -> tuple[CodecModel, ...]:
     works = (StageKind.ENCODE, StageKind.DECODE)
     price = Coefficients(1e-5, 1e-6, 1e-9)
     return tuple(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gckernels
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import HIERARCHICAL, POWERSGD, Level, Program, Topology, enumerate_programs, ring
 from gckernels.sync.programs.contents import states_of
 from gckernels.sync.programs.layouts import Capabilities
@@ -15,7 +15,9 @@ from gckernels.sync.programs.sizes import sent_nbytes, sizes_of
 NUMELS = (0, 1, 5, 15, 16, 17, 100, 4097, 65_536, 1_000_003)
 
 
-def check(programs: list[Program], compressor: Method, dtype: torch.dtype, topology: Topology, numels=NUMELS) -> None:
+def check(
+    programs: list[Program], compressor: Compressor, dtype: torch.dtype, topology: Topology, numels=NUMELS
+) -> None:
     for program in programs:
         states = states_of(program, Capabilities.of(compressor), topology)
         for numel in numels:

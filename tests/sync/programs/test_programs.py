@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import gckernels
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -67,7 +67,9 @@ def raw(numel: int, nbytes: int, complete: bool, sharded: bool = False) -> Shown
     return Shown(numel, False, sharded, 1, 1, complete, nbytes)
 
 
-def traced(program: Program, numel: int, dtype: torch.dtype, compressor: Method, world_size: int) -> tuple[Shown, ...]:
+def traced(
+    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, world_size: int
+) -> tuple[Shown, ...]:
     return tuple(map(shown, sizes_of(program, numel, dtype, compressor, Topology(world_size))))
 
 
@@ -259,7 +261,7 @@ def test_any_sequence_is_refused_or_ends_with_the_averaged_unit(program, numel, 
         assert program in flat
 
 
-@given(numel=st.integers(0, 10**7), world_size=st.integers(1, 64), name=st.sampled_from(sorted(gckernels.COMPRESSORS)))
+@given(numel=st.integers(0, 10**7), world_size=st.integers(1, 64), name=st.sampled_from(sorted(gckernels.CODECS)))
 def test_the_default_program_fits_every_compressor(numel, world_size, name):
     compressor = gckernels.from_spec(name)
     sizes_of(default_program(compressor, world_size), numel, torch.float32, compressor, Topology(world_size))

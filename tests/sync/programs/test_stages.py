@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD
-from gckernels.method import Method
+from gckernels.compressor import Compressor
 from gckernels.sync import (
     ALLGATHER,
     ALLREDUCE,
@@ -95,7 +95,7 @@ def test_copies_where_the_host_has_memory():
         (PowerSGD(one_sided=True), ENCODED_ALLREDUCE, ["Project", "AllReduce", "Reconstruct"]),
     ],
 )
-def test_low_rank_methods(method: Method, program, names):
+def test_low_rank_methods(method: Compressor, program, names):
     specs = stages_of(MessageKind.LOW_RANK, program, Capabilities.of(method), Topology(4))
     assert [spec.name for spec in specs] == names
     assert [spec.phase for spec in specs] == [0, 0, 1, 1, 2][: len(names)]

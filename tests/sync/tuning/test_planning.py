@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gckernels import BlockQuant, Cast16, Compressor, EFSignSGD, Identity
+from gckernels import BlockQuant, Cast16, Codec, EFSignSGD, Identity
 from gckernels.sync.communication.agreement import Failure, together
 from gckernels.sync.planner.choice import Row
 from gckernels.sync.planner.machines.machine import MachineError
@@ -109,7 +109,7 @@ def test_where_much_is_gained_the_plan_of_one_compressor_for_everything_is_tried
         assert [plan.prediction.policy for plan in finalists(choice)] == expected
 
 
-def of_units(policy: str, method: Compressor) -> Plan:
+def of_units(policy: str, method: Codec) -> Plan:
     """A plan that differs from those of other policies in its programs, and compresses nothing for ``none``."""
     program = ALLGATHER if policy != "all" else PARAMETER_SERVER
     coded = UnitPlan("a", 4096, method, program, feedback=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gckernels import BlockQuant, EFSignSGD
-from gckernels.method import from_spec
+from gckernels.compressor import from_spec
 from gckernels.sync.accuracy.accuracy import as_accuracy, is_safe
 from gckernels.sync.tuning.trials.rules import CANDIDATES, STEPS, stages_of
 
