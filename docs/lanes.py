@@ -1,6 +1,6 @@
 """Draw ``lanes.svg``: what three buckets do on the lanes of one rank, over time. Written by ``make tables``.
 
-A schematic, with durations that were chosen for it. ``gckernels.sync.trace`` records a real one.
+A schematic, with durations that were chosen for it. ``gckernels.sync.record_timeline`` records a real one.
 """
 
 from __future__ import annotations

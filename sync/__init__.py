@@ -1,6 +1,6 @@
 """Gradient synchronisation for PyTorch: plans, programs, and two ways to attach them to a model."""
 
-from .engine.tracing import trace
+from .engine.timeline_recorder import record_timeline
 from .frontends.request import plan
 from .plans.builders import exempt_vectors, parted, spread_roots
 from .plans.plan import Attached, Plan, PlanError, UnitPlan
@@ -39,7 +39,7 @@ from .programs.steps import (
 from .programs.topology import Topology
 from .traces.model_trace import Trace, TraceError
 from .traces.trace_files import read_trace, write_trace
-from .tracing import Recording, record
+from .tracing import ModelTracing, trace_model
 from .tuning.attach import attach
 from .tuning.attachment import Attachment
 from .tuning.synchronizer import Synchronizer
@@ -64,13 +64,13 @@ __all__ = [
     "Gather",
     "Hop",
     "Level",
+    "ModelTracing",
     "Place",
     "Plan",
     "PlanError",
     "Prediction",
     "Program",
     "ProgramError",
-    "Recording",
     "Reduce",
     "ReduceScatter",
     "Synchronizer",
@@ -87,9 +87,9 @@ __all__ = [
     "plan",
     "profile",
     "read_trace",
-    "record",
+    "record_timeline",
     "ring",
     "spread_roots",
-    "trace",
+    "trace_model",
     "write_trace",
 ]

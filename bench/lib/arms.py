@@ -159,7 +159,7 @@ class Arm:
             path: path of the trace.
             without_backward: whether all gradients are given at once instead of being computed.
         """
-        with sync.trace(path):
+        with sync.record_timeline(path):
             return self.ticks(without_backward)
 
     def ticks(self, without_backward: bool = False) -> Ticks:

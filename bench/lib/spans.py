@@ -1,4 +1,4 @@
-"""Busy times of lanes, and their overlap, computed from the files that :func:`gckernels.sync.trace` writes."""
+"""Busy times of lanes, and their overlap, computed from files of :func:`gckernels.sync.record_timeline`."""
 
 from __future__ import annotations
 

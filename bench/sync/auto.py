@@ -202,7 +202,7 @@ def _plans(cell: Cell, setting: Setting, profile_s: int) -> tuple[dict[str, Plan
     specs = {*COMPRESSORS, *(name.partition(THROUGH)[0] for name in plans)} - {"Identity"}
     methods = [gckernels.from_spec(spec) for spec in sorted(specs)]
     throttle(cell.network, UNTHROTTLED)  # no recorded time has communication
-    recording = sync.record(model.model, steps=RECORDED_STEPS, compressors=methods)
+    recording = sync.trace_model(model.model, steps=RECORDED_STEPS, compressors=methods)
     while not recording.done:
         model.ticks()
     throttle(cell.network, cell.network.rate)

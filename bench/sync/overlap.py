@@ -6,7 +6,7 @@
 A ``Synchronizer`` synchronises a large parameter and some small ones, on links of a known rate (``sync/lab``, needs
 root). The large parameter is one unit or is cut into two or four parts, and the plan has one, two or four channels. All
 these arms, and the first one again to show the noise floor, take turns within one process. Every step is recorded by
-``gckernels.sync.trace``, and ``lib/spans.py`` computes busy times from the trace. Rows of
+``gckernels.sync.record_timeline``, and ``lib/spans.py`` computes busy times from the trace. Rows of
 ``bench/results/cpu/overlap.csv`` have medians over the rounds: busy times are means over the ranks, the span is that of
 the slowest rank, and its ratio to the first arm comes with quartiles.
 """
@@ -103,7 +103,7 @@ class Arm:
         """Run and trace a step; returns the busy times by rank on rank 0, an empty list on the others."""
         parameters = list(self._model.parameters())
         self._model.zero_grad(set_to_none=False)
-        with sync.trace(path):
+        with sync.record_timeline(path):
             torch.autograd.backward(parameters, list(self._grads.values()))
         return [busy(spans) for spans in read_trace(path).values()] if dist.get_rank() == 0 else []
 

@@ -5,8 +5,8 @@
 
 Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Every rank keeps to its part
 of the cores, as if it had a machine. In each cell the machine is profiled (``sync.profile``), and the model's plain
-steps are recorded (``sync.record``) before and after that. The plans are made and predicted with that profile and the
-recording of median length. Then copies of the model with these plans take turns within one process, as in ``steps.py``.
+steps are traced (``sync.trace_model``) before and after that. The plans are made and predicted with that profile and
+the trace of median length. Then copies of the model with these plans take turns within one process, as in ``steps.py``.
 
 Rows of ``bench/results/cpu/predictions.csv`` have the predicted step, the median of the measured steps, and the
 relative error of the prediction. The column ``accuracy`` says for which accuracy the plan is; ``auto`` chooses among
@@ -173,7 +173,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
 
 def _recorded(plain: Arm, methods: Sequence[Compressor]) -> Trace:
     """The trace of some steps of plain DDP."""
-    recording = sync.record(plain.model, steps=RECORDED_STEPS, compressors=methods)
+    recording = sync.trace_model(plain.model, steps=RECORDED_STEPS, compressors=methods)
     while not recording.done:
         plain.step()
     return recording.trace

@@ -95,7 +95,7 @@ class Arm:
 
     def step(self, batch: torch.Tensor, answers: torch.Tensor, path: Path) -> list[tuple[Replay, Replay]]:
         """Trace a step; returns each rank's replays without and with hand-overs on rank 0, nothing on the others."""
-        with sync.trace(path):
+        with sync.record_timeline(path):
             WORKLOAD.loss(self._model(batch), answers).backward()
         self._model.zero_grad()
         if dist.get_rank() != 0:

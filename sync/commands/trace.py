@@ -16,7 +16,7 @@ from ..accuracy.accuracy import allowed_compressors, unfitted
 from ..plans.numbers import duration, plural, three_digits, volume
 from ..traces.model_trace import Role, Trace
 from ..traces.trace_files import trace_to_text
-from ..tracing import record
+from ..tracing import trace_model
 from ..tracing.script import ScriptError, trace_of_script
 from .common import files
 from .common.console import Console
@@ -80,7 +80,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
             raise wrong_use(must, "gckernels trace --help lists the arguments")
     compressors = None if given.compressors is None else methods_of(given.compressors)
     _check_script(given.script, given.module)
-    begin = partial(record, steps=given.steps, warmup=given.warmup, compressors=compressors, name=given.name)
+    begin = partial(trace_model, steps=given.steps, warmup=given.warmup, compressors=compressors, name=given.name)
     # results alone go to stdout where a program reads it
     quiet = contextlib.redirect_stdout(sys.stderr) if given.json or given.output == files.STANDARD else None
     try:
@@ -89,7 +89,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     except ScriptError as error:
         remedy = f"let it train {given.warmup + given.steps} steps or more, or give a smaller --steps"
         if "DistributedDataParallel" in str(error):
-            remedy = "wrap its model, or call gckernels.sync.record(model) in it"
+            remedy = "wrap its model, or call gckernels.sync.trace_model(model) in it"
         raise bad_data(error, remedy) from None
     if given.output is not None:
         files.write(given.output, trace_to_text(trace))

@@ -10,7 +10,7 @@ from torch.futures import Future
 from ..messages.message import DenseMessage
 from ..resources.lanes import DeviceLanes
 from .ranges import observer
-from .tracing import TimelineRecorder
+from .timeline_recorder import TimelineRecorder
 
 R = TypeVar("R")
 

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 from ..messages.message import Message, Stage
 from ..programs.lanes import Failed, Lanes, Route, Work, route_of, submit_stages
 from ..programs.stages import Resource
-from . import tracing
+from . import timeline_recorder
 from .ranges import SUBMIT, in_range, is_profiling, observer
-from .tracing import TimelineRecorder
+from .timeline_recorder import TimelineRecorder
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Engine(Generic[T]):
                 steps on the host of a device overlap less. If none is, call :meth:`end_step`, or collectives are held
                 back.
         """
-        recorder = tracing.recorder or self.recorder
+        recorder = timeline_recorder.recorder or self.recorder
         observe = observer(recorder, message, step, self._phases)
         submission = (self.lanes, self.prepare(message), step, after, observe)
         token: T
@@ -68,7 +68,7 @@ class Engine(Generic[T]):
 
     def finish(self, tokens: Sequence[T], work: Work, failed: Failed) -> None:
         """Queue ``work`` behind ``tokens``; after an error, ``failed`` is called with the first error instead."""
-        if (recorder := tracing.recorder or self.recorder) is not None:
+        if (recorder := timeline_recorder.recorder or self.recorder) is not None:
             recorder.finish()
         self._finishing.submit(work, tokens, failed)
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from ..messages.message import Issue, Message, Stage, Wait, Work
 from ..resources.lane_kinds import Lane
-from .tracing import TimelineRecorder
+from .timeline_recorder import TimelineRecorder
 
 R = TypeVar("R")
 SUBMIT = "gckernels::submit"

@@ -31,14 +31,14 @@ from ..resources.feedback import Feedback
 from ..resources.lanes import DeviceLanes
 from ..resources.memory_spaces import Places
 from ..resources.workers import Token
-from . import tracing
+from . import timeline_recorder
 from .averages import start_average
 from .compilation import compile_host
 from .engine import Engine
 from .failures import FailedBucket, Outcome, failure
+from .recorded_step import StepTracer
 from .state import RuntimeState
 from .step_copies import StepCopies
-from .traced_step import StepTracer
 
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
 _DRAINS = -1
@@ -222,7 +222,7 @@ class Runtime(RuntimeState):
         self._engine.recorder = self.tracer.recorder
         if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
             phases, outcome = self._communicators.phases, functools.partial(_outcome, buffer)
-            recorder = tracing.recorder or self._engine.recorder
+            recorder = timeline_recorder.recorder or self._engine.recorder
             started = start_average(self._lanes, average, step, phases, outcome, recorder)
             if started is not None:
                 return started

@@ -20,7 +20,7 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 attached: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """The models that have an attachment, or had one."""
 recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""The models that are being recorded, by :func:`~gckernels.sync.record`."""
+"""The models that are being traced, by :func:`~gckernels.sync.trace_model`."""
 
 
 class Holder(Protocol):

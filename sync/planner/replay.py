@@ -65,7 +65,7 @@ class RecordedMessage:
 
 
 def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[RecordedMessage]]]:
-    """The messages in a file of :func:`gckernels.sync.trace`, by rank and training step, in order of submission."""
+    """The messages in a file of :func:`gckernels.sync.record_timeline`, by rank and step, in order of submission."""
     ranks: dict[int, dict[int, list[dict[str, Any]]]] = {}
     content = json.loads(Path(path).read_text())
     names = {

@@ -17,7 +17,7 @@ from ..frontends.handle import Handle
 from ..frontends.module.synchronizer import PlanSynchronizer
 from ..planner.machines.machine import Machine
 from ..traces.model_trace import Trace
-from ..tracing.recorder import ModelTracer
+from ..tracing.model_tracer import ModelTracer
 from ..tuning.trials.rules import RECORDED, WARMUP, Phase
 from ..tuning.trials.trial_runner import Steps
 from .background_search import Slices

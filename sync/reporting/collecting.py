@@ -53,7 +53,7 @@ def collected(handle: Handle, title: str | None = None) -> ReportData:
         prediction=plan.prediction,
         decisions=handle.decisions,
         samples=handle.samples,
-        traced=handle.traced_step,
+        traced=handle.recorded_step,
     )
 
 

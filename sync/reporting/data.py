@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..engine.traced_step import TracedStep
+from ..engine.recorded_step import RecordedStep
 from ..plans.prediction import Prediction
 from ..stats.decisions import Decision
 from ..stats.history import Sample
@@ -86,7 +86,7 @@ class ReportData:
     prediction: Prediction | None = None
     decisions: tuple[Decision, ...] = ()
     samples: tuple[Sample, ...] = ()
-    traced: TracedStep | None = None
+    traced: RecordedStep | None = None
 
     @property
     def compresses(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine.traced_step import TracedStage, TracedStep, covered_s
+from ..engine.recorded_step import RecordedStage, RecordedStep, covered_s
 from ..plans.numbers import duration, percent, plural, three_digits, volume
 from ..programs.stages import StageKind
 from .axes import ticks
@@ -31,7 +31,7 @@ _WORK = {
 """The work of stages as the picture tells it apart: a class of the style sheet, and the word in the legend."""
 
 
-def lanes(step: TracedStep) -> Markup:
+def lanes(step: RecordedStep) -> Markup:
     """The picture, its legend and its tables."""
     rows = ["gradients ready", *step.lanes]
     height = _TOP + ROW * len(rows)
@@ -74,7 +74,7 @@ def lanes(step: TracedStep) -> Markup:
     )
 
 
-def sentence(step: TracedStep, plan_fingerprint: str) -> str:
+def sentence(step: RecordedStep, plan_fingerprint: str) -> str:
     """A sentence about the share of sending in the step.
 
     Args:
@@ -106,7 +106,7 @@ def _rule(number: int) -> Markup:
     return tag("line", x1="0", x2="100%", y1=y, y2=y, class_="rule")
 
 
-def _ready(step: TracedStep) -> list[Markup]:
+def _ready(step: RecordedStep) -> list[Markup]:
     """A mark for each message, when it was submitted."""
     at = {stage.message: stage.submitted_s for stage in step.stages}
     return [
@@ -125,7 +125,7 @@ def _ready(step: TracedStep) -> list[Markup]:
     ]
 
 
-def _bar(stage: TracedStage, end_s: float) -> Markup:
+def _bar(stage: RecordedStage, end_s: float) -> Markup:
     return tag(
         "rect",
         tag("title", _label(stage)),
@@ -140,14 +140,14 @@ def _bar(stage: TracedStage, end_s: float) -> Markup:
     )
 
 
-def _label(stage: TracedStage) -> str:
+def _label(stage: RecordedStage) -> str:
     sent = f", sends {volume(stage.sent_nbytes)}" if stage.sent_nbytes else ""
     times = f"{duration(stage.end_s - stage.start_s)} from {duration(stage.start_s)}"
     compressors = ", ".join(dict.fromkeys(stage.compressors)) or EXACT
     return f"{stage.name}: {times}{sent}; message {stage.message}, {compressors}: {_units(stage)}"
 
 
-def _units(stage: TracedStage) -> str:
+def _units(stage: RecordedStage) -> str:
     shown = ", ".join(stage.units[:3])
     return shown if len(stage.units) <= 3 else f"{shown} and {len(stage.units) - 3} more"
 
@@ -164,7 +164,7 @@ def _buttons() -> Markup:
     return tag("div", buttons, class_="buttons script")
 
 
-def _lane_table(step: TracedStep) -> Markup:
+def _lane_table(step: RecordedStep) -> Markup:
     rows = []
     for number, name in enumerate(step.lanes):
         stages = [stage for stage in step.stages if stage.lane == number]
@@ -178,13 +178,13 @@ def _lane_table(step: TracedStep) -> Markup:
     return wide(table(("lane", "stages", "busy", "of the step", "sent"), rows))
 
 
-def _stage_table(step: TracedStep) -> Markup:
+def _stage_table(step: RecordedStep) -> Markup:
     rows = [table_row(stage.name, _cells(step, stage)) for stage in step.stages[:_TABLE]]
     more = len(step.stages) - _TABLE
     note = tag("p", f"{more:,} more stages are left out.", class_="note") if more > 0 else None
     return wide(table(("stage", "lane", "message", "start, ms", "took, ms", "units"), rows), note)
 
 
-def _cells(step: TracedStep, stage: TracedStage) -> tuple[str, ...]:
+def _cells(step: RecordedStep, stage: RecordedStage) -> tuple[str, ...]:
     times = (three_digits(stage.start_s * 1e3), three_digits((stage.end_s - stage.start_s) * 1e3))
     return (step.lanes[stage.lane], str(stage.message), *times, _units(stage))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine.recorded_step import RecordedStep
 from ..engine.runtime import Runtime
-from ..engine.traced_step import TracedStep
 from ..plans.names import summary_of
 from ..plans.numbers import duration, plural, volume
 from ..plans.plan import Plan
@@ -76,11 +76,11 @@ class Figures:
         self._journal.error = error
 
     def trace_next_step(self) -> None:
-        """Record the stages of the next step on this rank, for :attr:`traced_step`."""
+        """Record the stages of the next step on this rank, for :attr:`recorded_step`."""
         self._runtime.tracer.ask()
 
     @property
-    def traced_step(self) -> TracedStep | None:
+    def recorded_step(self) -> RecordedStep | None:
         """The last recorded step of this rank that has ended. Every hundredth step is recorded, the first one of a plan
         that follows another, and those that :meth:`trace_next_step` asks for; ``None`` before the first. Steps that DDP
         averages without a hook have no stages, and are not recorded. Its ``plan_fingerprint`` says whether the plan
@@ -181,7 +181,7 @@ class Figures:
     def _overlap(self) -> Overlap | None:
         """The overlap of backward and communication in a recent step of the plan that runs; ``None`` if it is not
         known."""
-        traced = self.traced_step
+        traced = self.recorded_step
         is_known = traced is not None and traced.plan_fingerprint == self._fingerprint()
         return None if traced is None or not is_known else Overlap(traced.hidden_s, traced.exposed_s)
 

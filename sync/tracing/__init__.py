@@ -1,5 +1,5 @@
 """Recordings of trainings: steps are measured while training goes on, and become a trace for the planner."""
 
-from .recording import Recording, record
+from .model_tracing import ModelTracing, trace_model
 
-__all__ = ["Recording", "record"]
+__all__ = ["ModelTracing", "trace_model"]

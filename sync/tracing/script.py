@@ -1,4 +1,4 @@
-"""Recording of a training script that knows nothing of it: its first DDP model is recorded."""
+"""ModelTracing of a training script that knows nothing of it: its first DDP model is recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..traces.model_trace import Trace
-from .recording import Recording
+from .model_tracing import ModelTracing, trace_model
 
 
 class ScriptError(RuntimeError):
@@ -29,7 +29,7 @@ class _Recorded(BaseException):  # so that no "except Exception" of the script c
 def trace_of_script(
     script: str,
     arguments: Sequence[str],
-    record: Callable[[DistributedDataParallel], Recording],
+    record: Callable[[DistributedDataParallel], ModelTracing],
     *,
     is_module: bool = False,
     goes_on: bool = False,
@@ -47,12 +47,12 @@ def trace_of_script(
     Raises:
         ScriptError: there is no trace when the script ends.
     """
-    recordings: list[Recording] = []
+    recordings: list[ModelTracing] = []
 
     def made(ddp_model: DistributedDataParallel) -> None:
         if recordings:
             return  # a second model
-        recordings.append(record(ddp_model))
+        recordings.append(trace_model(ddp_model))
         if not goes_on:
             ddp_model.register_forward_pre_hook(stop_when_done)
 
@@ -76,7 +76,7 @@ def trace_of_script(
             torch.distributed.destroy_process_group()
 
 
-def _progress(recording: Recording) -> str:
+def _progress(recording: ModelTracing) -> str:
     """How many steps are recorded, as the error of a recording without a trace says it."""
     try:
         return str(recording.trace)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
-from gckernels.sync.engine.traced_step import TracedStage, TracedStep
+from gckernels.sync.engine.recorded_step import RecordedStage, RecordedStep
 from gckernels.sync.plans.prediction import Alternative, Prediction, Source
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.reporting.data import ReportData, UnitRow
@@ -115,7 +115,7 @@ def _samples(sent_nbytes: float) -> list[Sample]:
     return rows
 
 
-def _traced(units: tuple[UnitRow, ...]) -> TracedStep:
+def _traced(units: tuple[UnitRow, ...]) -> RecordedStep:
     """A step in which the messages of buckets go through the lanes one after the other."""
     names = ("compute-0", "communicate-0-0", "communicate-0-1", "compute-1", "communicate-1-0", "compute-2")
     ways = (  # name, kind, lanes, milliseconds of the largest message
@@ -139,7 +139,7 @@ def _traced(units: tuple[UnitRow, ...]) -> TracedStep:
             at = free[lane] = start + cost_ms * weight / 1e3
             named = (name, category, kind, lane)
             sent = half if kind is StageKind.COLLECTIVE else 0.0
-            stages.append(TracedStage(*named, start, at, submitted, message, message, keys, (QUANT,), sent))
+            stages.append(RecordedStage(*named, start, at, submitted, message, message, keys, (QUANT,), sent))
     stages.sort(key=lambda stage: (stage.start_s, stage.lane))
     last = max(stage.submitted_s for stage in stages)
-    return TracedStep(8191, 0, names, tuple(stages), last, max(stage.end_s for stage in stages), FINGERPRINT)
+    return RecordedStep(8191, 0, names, tuple(stages), last, max(stage.end_s for stage in stages), FINGERPRINT)

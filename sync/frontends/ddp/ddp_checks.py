@@ -35,7 +35,7 @@ def checked_plan(ddp_model: Any, request: Request) -> tuple[Plan, str]:
     if ddp_model in attached:
         raise ValueError("attach: ddp_model has a gckernels attachment already; a model can have one")
     if ddp_model in recorded:
-        raise ValueError("attach: ddp_model is being recorded; let the recording end, or close() it")
+        raise ValueError("attach: ddp_model is being traced; let the tracing end, or close() it")
     _refuse_options(ddp_model)
     logged = refuse_foreign_hook("attach", ddp_model)
     parameters = ddp_parameters(ddp_model)

@@ -15,7 +15,7 @@ _ORDER = list(Resource)
 
 
 def timeline_events(timeline: Timeline, process: int = 0, name: str = "predicted") -> dict[str, Any]:
-    """A predicted step as JSON, in the format of :func:`gckernels.sync.trace`.
+    """A predicted step as JSON, in the format of :func:`gckernels.sync.record_timeline`.
 
     As there, a thread is a lane, and a slice is a stage with the same arguments; those that a prediction does not have,
     such as bytes, are left out. :func:`~..replay.read_steps` reads it. In addition there is a thread for forward,

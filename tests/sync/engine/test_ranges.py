@@ -28,7 +28,7 @@ def train(compressor: str, program: str, around: AbstractContextManager[Any]) ->
     attachment.trace_next_step()
     with around:
         hooked(module.batch(1, rank)).backward()
-    traced = attachment.traced_step
+    traced = attachment.recorded_step
     assert traced is not None
     attachment.close()
     return [parameter.grad for parameter in module.parameters()], len({stage.message for stage in traced.stages})

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import from_spec
-from gckernels.sync import PROGRAMS, Plan, Synchronizer, Topology, UnitPlan, parted, plan, ring, trace
+from gckernels.sync import PROGRAMS, Plan, Synchronizer, Topology, UnitPlan, parted, plan, record_timeline, ring
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
@@ -72,7 +72,7 @@ def train(path: str, *setting) -> None:
 
     for _ in range(WARM_UP):
         step()
-    with trace(path):
+    with record_timeline(path):
         for _ in range(STEPS):
             step()
     synchronizer.close()

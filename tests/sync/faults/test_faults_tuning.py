@@ -13,7 +13,7 @@ import torch.distributed as dist
 import gckernels
 from gckernels.sync.predictive import measuring, searching
 from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.tracing.recorder import ModelTracer
+from gckernels.sync.tracing.model_tracer import ModelTracer
 from gckernels.sync.tuning.attachment import Attachment
 from models import build
 from ranks import run_ranks, values_of

@@ -54,7 +54,7 @@ def train(compressor: str, with_ddp: bool, steps: int) -> dict[str, Any]:
     handle.note_error(0.5)
     result = {"before": before, "after": handle.stats(), "samples": handle.samples, "text": repr(handle)}
     result |= {"sent": handle.sent_nbytes_per_step(), "numel": sum(each.numel() for each in module.parameters())}
-    result |= {"decisions": handle.decisions, "traced": handle.traced_step}
+    result |= {"decisions": handle.decisions, "traced": handle.recorded_step}
     handle.close()
     return result
 

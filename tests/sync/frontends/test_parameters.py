@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity, sync
-from gckernels.sync import ALLREDUCE, Plan, Synchronizer, UnitPlan, attach, trace
+from gckernels.sync import ALLREDUCE, Plan, Synchronizer, UnitPlan, attach, record_timeline
 from gckernels.sync.plans.parameters import differentiable, plain_name
 from models import build
 from ranks import run_ranks, values_of
@@ -102,7 +102,7 @@ def named(folder: Path) -> list[tuple[str, ...]]:
         if state is not None:  # continue after the first step of the first front end
             front.load_state_dict(state)
         digests = []
-        with trace(folder / "trace.json"):
+        with record_timeline(folder / "trace.json"):
             for step in range(2):
                 model.zero_grad()
                 model(module.batch(step, rank)).backward()

@@ -178,7 +178,7 @@ def traced(path: str) -> None:
     units = tuple(dataclasses.replace(unit, channel=unit.message % 3) for unit in plan.units)
     synchronizer = Synchronizer(module, dataclasses.replace(plan, units=units))
     module(module.batch(0, dist.get_rank())).backward()
-    with sync.trace(path):
+    with sync.record_timeline(path):
         module.zero_grad()
         module(module.batch(1, dist.get_rank())).backward()
     synchronizer.close()

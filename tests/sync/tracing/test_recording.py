@@ -101,7 +101,7 @@ def train(run, recording_of=None):
 
 
 def record(model, warmup):
-    return sync.record(model, steps=3, warmup=warmup, compressors=COMPRESSORS)
+    return sync.trace_model(model, steps=3, warmup=warmup, compressors=COMPRESSORS)
 
 
 def compared(run):
@@ -169,7 +169,7 @@ def local_norms():
     """The norms that a recorded step of DDP has, and those of gradients that are never averaged."""
     rank = dist.get_rank()
     model, alone = DistributedDataParallel(build("Mlp")), build("Mlp")
-    recording = sync.record(model, 1, warmup=2, compressors=[])
+    recording = sync.trace_model(model, 1, warmup=2, compressors=[])
     for step in range(3):
         batch = MODELS["Mlp"].batch(step, rank)
         for each in (model, alone):
@@ -207,7 +207,7 @@ def test_without_a_process_group():
 
 
 def recorded(model, batches, **arguments) -> Trace:
-    recording = sync.record(model, len(batches), warmup=0, **arguments)
+    recording = sync.trace_model(model, len(batches), warmup=0, **arguments)
     for batch in batches:
         model.zero_grad()
         loss_of(model, batch).backward()
@@ -256,7 +256,7 @@ def test_errors_are_those_of_a_direct_computation():
 
 def test_gradients_that_are_not_finite_are_left_out():
     model = nn.Linear(8, 8, bias=False)
-    recording = sync.record(model, 3, warmup=0, compressors=["BlockQuant"])
+    recording = sync.trace_model(model, 3, warmup=0, compressors=["BlockQuant"])
     for factor in (1.0, math.inf, 1.0):
         model.zero_grad()
         (model(torch.ones(2, 8)).square().sum() * factor).backward()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from gckernels import sync
-from gckernels.sync.tracing.recorder import ModelTracer
+from gckernels.sync.tracing.model_tracer import ModelTracer
 from models import MODELS, SMALL_BUCKETS, Branches, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
@@ -33,7 +33,7 @@ def trained_after_an_error(kind):
 
     with (
         pytest.raises((ZeroDivisionError, KeyError)),
-        sync.record(model, steps=4, warmup=1, compressors=[]) as recording,
+        sync.trace_model(model, steps=4, warmup=1, compressors=[]) as recording,
     ):
         for number in range(6):
             step(twin, number)
@@ -64,7 +64,7 @@ def test_an_error_inside_leaves_the_model_usable(kind):
 def closed_between_forward_and_backward():
     module = build("Mlp")
     model, twin = (DistributedDataParallel(each) for each in (module, copy.deepcopy(module)))
-    recording = sync.record(model, steps=3, warmup=0, compressors=[])
+    recording = sync.trace_model(model, steps=3, warmup=0, compressors=[])
     for step in range(5):
         batch = Branches.batch(step, dist.get_rank())
         for each in (model, twin):
@@ -92,7 +92,7 @@ def different():
             model.module.layers[2].weight.grad[0, 0] += 1e-3
         return ended(recorder)
 
-    recording = sync.record(model, steps=2, warmup=1, compressors=[])
+    recording = sync.trace_model(model, steps=2, warmup=1, compressors=[])
     with mock.patch.object(ModelTracer, "end_step", end_step), pytest.raises(RuntimeError) as caught:
         for step in range(6):
             model.zero_grad()
@@ -113,7 +113,7 @@ def refused():
 
     def attempt(*arguments, **keywords):
         try:
-            sync.record(*arguments, **keywords).close()
+            sync.trace_model(*arguments, **keywords).close()
         except (TypeError, ValueError, RuntimeError) as error:
             messages.append(str(error))
 
@@ -125,9 +125,9 @@ def refused():
     attempt(3)
     attempt(nn.ReLU())
     attempt(model, steps=3 + dist.get_rank())
-    with sync.record(model):
+    with sync.trace_model(model):
         attempt(model)
-        with pytest.raises((ValueError, RuntimeError), match="attach: ddp_model is being recorded"):
+        with pytest.raises((ValueError, RuntimeError), match="attach: ddp_model is being traced"):
             sync.attach(model, "BlockQuant")
     attachment = sync.attach(model, "BlockQuant")
     attempt(model)
@@ -145,7 +145,7 @@ def test_wrong_arguments_are_refused():
 
 
 def test_the_trace_is_not_there_before_the_end():
-    recording = sync.record(build("Mlp"), 2)
+    recording = sync.trace_model(build("Mlp"), 2)
     assert not recording.done
     with pytest.raises(RuntimeError, match="0 of 2 steps are recorded; train on"):
         _ = recording.trace
@@ -154,7 +154,7 @@ def test_the_trace_is_not_there_before_the_end():
 
 def test_an_abandoned_recording_does_not_keep_the_model():
     model, before = build("Mlp"), len(optimizers._global_optimizer_post_hooks)
-    recording = sync.record(model, 2, warmup=0)
+    recording = sync.trace_model(model, 2, warmup=0)
     model(MODELS["Mlp"].batch(0, 0)).backward()
     gone = weakref.ref(model)
     del model, recording

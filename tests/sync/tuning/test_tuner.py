@@ -13,7 +13,7 @@ import tunings
 from gckernels.sync.frontends.ddp.reducer import comm_hook
 from gckernels.sync.predictive import searching
 from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.tracing.recorder import ModelTracer
+from gckernels.sync.tracing.model_tracer import ModelTracer
 from gckernels.sync.tuning.trials import trial_runner
 from gckernels.sync.tuning.trials.rules import STEPS
 from gckernels.sync.tuning.trials.trials import LONG_TURN

@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 
 @contextlib.contextmanager
-def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+def record_timeline(path: str | os.PathLike[str]) -> Iterator[None]:
     """Record what the engines of all ranks run inside the ``with`` block, and write one file at its end.
 
     Collective: every rank of the default group enters and leaves the block, and rank 0 writes. Without a default group
@@ -44,11 +44,11 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
         path: path of the file: JSON in Chrome's format, with a process for every rank and a thread for every lane.
 
     Raises:
-        RuntimeError: this process is tracing already.
+        RuntimeError: this process records a timeline already.
     """
     global recorder
     if recorder is not None:
-        raise RuntimeError("trace: this process is tracing already; traces cannot be nested")
+        raise RuntimeError("record_timeline: this process records a timeline already; they cannot be nested")
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     target = Path(path)
     mine = recorder = TimelineRecorder(rank)

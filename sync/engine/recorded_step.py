@@ -9,20 +9,20 @@ from typing import Any
 
 from ..plans.plan import Plan
 from ..programs.stages import StageKind
-from .tracing import TimelineRecorder, recorder_of_trace
+from .timeline_recorder import TimelineRecorder, recorder_of_trace
 
 _NS = 1e-9
 
 
 @dataclass(frozen=True)
-class TracedStage:
+class RecordedStage:
     """A stage that has run. Times are in seconds since the first message of the step was submitted.
 
     Attributes:
         name: its name, such as ``"Encode"`` or ``"AllGather(inter)"``.
         category: ``"compute"``, ``"communicate"`` or ``"copy"``.
         kind: its work.
-        lane: the index of its row in :attr:`TracedStep.lanes`.
+        lane: the index of its row in :attr:`RecordedStep.lanes`.
         start_s: when it started.
         end_s: when it ended.
         submitted_s: when its message was submitted.
@@ -48,7 +48,7 @@ class TracedStage:
 
 
 @dataclass(frozen=True)
-class TracedStep:
+class RecordedStep:
     """A step of this rank. Times are in seconds since its first message was submitted.
 
     Attributes:
@@ -64,7 +64,7 @@ class TracedStep:
     step: int
     rank: int
     lanes: tuple[str, ...]
-    stages: tuple[TracedStage, ...]
+    stages: tuple[RecordedStage, ...]
     submitted_s: float
     end_s: float
     plan_fingerprint: str
@@ -96,11 +96,11 @@ class StepTracer:
         self.recorder: TimelineRecorder | None = None
         self._rank, self._is_asked = rank, False
         self._finished: tuple[TimelineRecorder, int, Plan] | None = None
-        self._last: TracedStep | None = None
+        self._last: RecordedStep | None = None
 
     def ask(self) -> None:
-        """Record the next step. A step inside a :func:`~gckernels.sync.trace` is not recorded twice: the step behind it
-        is."""
+        """Record the next step. A step inside a :func:`~gckernels.sync.record_timeline` is not recorded twice: the step
+        behind it is."""
         self._is_asked = True
 
     def begin(self) -> None:
@@ -118,7 +118,7 @@ class StepTracer:
             self._finished, self.recorder, self._is_asked = (self.recorder, step, plan), None, False
 
     @property
-    def last(self) -> TracedStep | None:
+    def last(self) -> RecordedStep | None:
         """The last step that was recorded and has ended; ``None`` if there is none."""
         if self._finished is not None:
             recorder, step, plan = self._finished
@@ -129,7 +129,7 @@ class StepTracer:
         return self._last
 
 
-def _step_of(record: dict[str, Any], step: int, rank: int, plan: Plan) -> TracedStep | None:
+def _step_of(record: dict[str, Any], step: int, rank: int, plan: Plan) -> RecordedStep | None:
     """The step of a recording; ``None`` if nothing has run in it."""
     events = record["events"]
     if not events:
@@ -142,13 +142,13 @@ def _step_of(record: dict[str, Any], step: int, rank: int, plan: Plan) -> Traced
         submitted_s = (args["submitted_ns"] - first_ns) * _NS
         origin = (args["bucket"], args["message"], tuple(args["units"]), tuple(args["compressors"]))
         named = (event["name"], event["cat"], StageKind(args["kind"]), event["tid"])
-        stages.append(TracedStage(*named, start_s, end_s, submitted_s, *origin, args["bytes"]))
+        stages.append(RecordedStage(*named, start_s, end_s, submitted_s, *origin, args["bytes"]))
     stages.sort(key=lambda stage: (stage.start_s, stage.lane))
     submitted_s, end_s = (max(getattr(each, name) for each in stages) for name in ("submitted_s", "end_s"))
-    return TracedStep(step, rank, tuple(record["lanes"]), tuple(stages), submitted_s, end_s, plan.fingerprint())
+    return RecordedStep(step, rank, tuple(record["lanes"]), tuple(stages), submitted_s, end_s, plan.fingerprint())
 
 
-def _communicates(stage: TracedStage) -> bool:
+def _communicates(stage: RecordedStage) -> bool:
     return stage.category == "communicate"
 
 

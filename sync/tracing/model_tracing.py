@@ -1,4 +1,4 @@
-"""Recording of a training: :func:`record` measures some of its steps and makes a trace of them."""
+"""ModelTracing of a training: :func:`record` measures some of its steps and makes a trace of them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from ..frontends.ownership import attached, end_spent, recorded, refuse_claimed
 from ..plans.arguments import as_method, as_named_parameters
 from ..traces.model_trace import Trace
 from .gradients import MAX_NUMEL
-from .recorder import ModelTracer, refuse_unrecordable
+from .model_tracer import ModelTracer, refuse_unrecordable
 
 
 @outside_inference_mode
-def record(
+def trace_model(
     model: torch.nn.Module,
     steps: int = 10,
     *,
     warmup: int = 3,
     compressors: Iterable[Compressor | str] | None = None,
     name: str | None = None,
-) -> Recording:
+) -> ModelTracing:
     """Measure the next steps of a training, which goes on as it would without. Every rank calls it, with the same
     arguments::
 
-        recording = sync.record(ddp_model, steps=10)
+        recording = sync.trace_model(ddp_model, steps=10)
         for batch in loader:
             ...  # forward, backward, optimizer.step(), as ever
             if recording.done:
@@ -84,15 +84,15 @@ def record(
     group = None
     if dist.is_initialized():
         group = dist.distributed_c10d._get_default_group() if ddp_model is None else ddp_model.process_group
-    methods = check()[0] if group is None else agreed("record", group, device_of(model), check)
+    methods = check()[0] if group is None else agreed("trace_model", group, device_of(model), check)
     end_spent(model)
-    return Recording(model, steps, warmup, methods, name, group)
+    return ModelTracing(model, steps, warmup, methods, name, group)
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     if isinstance(model, DistributedDataParallel):
         return ddp_parameters(model)
-    return {name: each for name, each in as_named_parameters("record", model).items() if each.requires_grad}
+    return {name: each for name, each in as_named_parameters("trace_model", model).items() if each.requires_grad}
 
 
 def _checked(
@@ -100,40 +100,40 @@ def _checked(
 ) -> tuple[Compressor, ...]:
     """The compressors to measure, if all arguments are valid."""
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"record: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"trace_model: model must be a torch.nn.Module, got {type(model).__name__}")
     for argument, value, least in (("steps", steps, 1), ("warmup", warmup, 0)):
         if type(value) is not int or value < least:
-            raise ValueError(f"record: {argument} must be an int from {least} up, got {value!r}")
+            raise ValueError(f"trace_model: {argument} must be an int from {least} up, got {value!r}")
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"record: name must be None or a text, got {type(name).__name__}")
+        raise TypeError(f"trace_model: name must be None or a text, got {type(name).__name__}")
     if isinstance(compressors, str) or not isinstance(compressors, Iterable | None):
-        raise TypeError(f"record: compressors must be None or a list of compressors, got {compressors!r}")
+        raise TypeError(f"trace_model: compressors must be None or a list of compressors, got {compressors!r}")
     if isinstance(getattr(model, "_orig_mod", None), torch.nn.Module):
-        raise TypeError("record: model is compiled; record the module in it, model._orig_mod, before it is compiled")
-    refuse_sharded("record", model)
+        raise TypeError("trace_model: model is compiled; trace the module in it, model._orig_mod, before that")
+    refuse_sharded("trace_model", model)
     if model in recorded:
-        raise ValueError("record: model is being recorded already; close() that recording first")
+        raise ValueError("trace_model: model is being traced already; close() that tracing first")
     parameters = _parameters(model)
     if not parameters:
-        raise ValueError("record: model must have a parameter that needs a gradient, got none")
+        raise ValueError("trace_model: model must have a parameter that needs a gradient, got none")
     if isinstance(model, DistributedDataParallel):
         _check_ddp(model)
-        refuse_steps_in_backward("record", parameters)
-    refuse_claimed("record", parameters)
-    refuse_without_memory("record", parameters)
-    refuse_sparse_parameters("record", model, parameters)
+        refuse_steps_in_backward("trace_model", parameters)
+    refuse_claimed("trace_model", parameters)
+    refuse_without_memory("trace_model", parameters)
+    refuse_sparse_parameters("trace_model", model, parameters)
     given = candidates_by_default() if compressors is None else compressors
-    return tuple(dict.fromkeys(as_method("record: an entry of compressors", each) for each in given))
+    return tuple(dict.fromkeys(as_method("trace_model: an entry of compressors", each) for each in given))
 
 
 def _check_ddp(ddp_model: DistributedDataParallel) -> None:
     refuse_unrecordable(ddp_model)
     if ddp_model in attached:
-        raise ValueError("record: model has an attachment, and with it a communication hook; close() that first")
-    refuse_foreign_hook("record", ddp_model)
+        raise ValueError("trace_model: model has an attachment, and with it a communication hook; close() that first")
+    refuse_foreign_hook("trace_model", ddp_model)
 
 
-class Recording:
+class ModelTracing:
     """The measurement that :func:`record` has begun.
 
     As a context manager it is closed at the end of the block, whether that ends with an error or not.
@@ -189,7 +189,7 @@ class Recording:
             if isinstance(model, DistributedDataParallel):
                 release_comm_hook(model)
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> ModelTracing:
         return self
 
     def __exit__(

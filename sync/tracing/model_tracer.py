@@ -2,7 +2,7 @@
 
 A recorder neither averages gradients nor makes a trace by itself. Its owner says when gradients will be averaged and
 when a step has ended, measures errors where that may fail, and makes the trace when it suits. The owner is
-:class:`~gckernels.sync.tracing.recording.Recording` in the backward of the last step, and
+:class:`~gckernels.sync.tracing.model_tracing.ModelTracing` in the backward of the last step, and
 :mod:`gckernels.sync.tuning` between two steps.
 """
 
@@ -186,4 +186,4 @@ def refuse_unrecordable(model: DistributedDataParallel) -> None:
         ValueError: they cannot.
     """
     if model.mixed_precision is not None or in_join(model):
-        raise ValueError("record: model must be a DDP model without mixed_precision and outside of join()")
+        raise ValueError("trace_model: model must be a DDP model without mixed_precision and outside of join()")

@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from audits import Run, train
 from gckernels import sync
-from gckernels.sync import PROGRAMS, attach, ring, trace
-from gckernels.sync.engine import tracing
-from gckernels.sync.engine.tracing import TimelineRecorder
+from gckernels.sync import PROGRAMS, attach, record_timeline, ring
+from gckernels.sync.engine import timeline_recorder
+from gckernels.sync.engine.timeline_recorder import TimelineRecorder
 from gckernels.sync.messages.message import Message, Stage
 from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource, StageKind, StageSpec
 from gckernels.sync.resources.lanes import DeviceLanes
@@ -53,7 +53,7 @@ def train_traced(path: str, compressor: str, program: str) -> float:
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     codec, around = gckernels.from_spec(compressor), topology(dist.get_world_size())
     attachment = attach(hooked, sync.plan(hooked, codec, program=ALL[program], topology=around))
-    with trace(path):
+    with record_timeline(path):
         for step in range(STEPS):
             hooked(module.batch(step, rank)).backward()
     hooked(module.batch(STEPS, rank)).backward()
@@ -86,7 +86,7 @@ def train_in_place(path: str) -> float:
     module = build("Mlp")
     nothing = sync.plan(module, gckernels.Identity(), program=PROGRAMS["allreduce"])
     synchronizer = sync.Synchronizer(module, nothing, bucket_cap_mb=SMALL_BUCKETS)
-    with trace(path):
+    with record_timeline(path):
         for step in range(STEPS):
             module(module.batch(step, dist.get_rank())).backward()
     synchronizer.close()
@@ -144,7 +144,7 @@ def check_messages(events: list[dict[str, Any]], stages: list[str], parameters: 
 def train_twice(path: str) -> tuple[str, str]:
     run = Run("BlockQuant", "alltoall")
     plain = train(run)
-    with trace(path):
+    with record_timeline(path):
         return plain, train(run)
 
 
@@ -181,13 +181,13 @@ def raise_in_a_trace(path: str, faulty: list[int]) -> None:
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     attachment = attach(hooked, sync.plan(hooked, gckernels.BlockQuant(), program=PROGRAMS["alltoall"]))
     try:
-        with trace(path):
+        with record_timeline(path):
             for step in range(STEPS):
                 hooked(module.batch(step, rank)).backward()
             if rank in faulty:
                 raise Broken(f"rank {rank}")
     finally:
-        assert tracing.recorder is None
+        assert timeline_recorder.recorder is None
         attachment.close()
 
 
@@ -203,7 +203,7 @@ def test_every_rank_keeps_its_part_when_one_raises(tmp_path, faulty):
 
 
 def test_the_exception_goes_on_where_nothing_can_be_written(tmp_path):
-    with pytest.raises(Broken), trace(tmp_path / "missing" / "out.json"):
+    with pytest.raises(Broken), record_timeline(tmp_path / "missing" / "out.json"):
         raise Broken
 
 
@@ -234,18 +234,18 @@ def test_work_that_fails_is_recorded():
 
 def test_without_a_process_group(tmp_path):
     path = tmp_path / "out.json"
-    with trace(path):
-        assert tracing.recorder is not None and not path.exists()
-    assert tracing.recorder is None
+    with record_timeline(path):
+        assert timeline_recorder.recorder is not None and not path.exists()
+    assert timeline_recorder.recorder is None
     assert [event["args"]["name"] for event in json.loads(path.read_text())["traceEvents"]] == ["rank 0"]
 
 
 def test_traces_do_not_nest(tmp_path):
-    with trace(tmp_path / "outer.json"):
-        outer = tracing.recorder
-        with pytest.raises(RuntimeError, match="tracing already"), trace(tmp_path / "inner.json"):
+    with record_timeline(tmp_path / "outer.json"):
+        outer = timeline_recorder.recorder
+        with pytest.raises(RuntimeError, match="records a timeline already"), record_timeline(tmp_path / "inner.json"):
             pass
-        assert tracing.recorder is outer
+        assert timeline_recorder.recorder is outer
     assert [each.name for each in tmp_path.iterdir()] == ["outer.json"]
 
 

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.engine.traced_step import TracedStage, TracedStep
+from gckernels.sync.engine.recorded_step import RecordedStage, RecordedStep
 from gckernels.sync.programs.stages import StageKind
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 
-STAGE = TracedStage(
+STAGE = RecordedStage(
     "AllGather", "communicate", StageKind.COLLECTIVE, 0, 0.0, 1.0, 0.0, 0, 0, ("a",), ("EFSignSGD",), 100.0
 )
 
 
-def step_of(*spans: tuple[str, float, float], submitted_s: float) -> TracedStep:
+def step_of(*spans: tuple[str, float, float], submitted_s: float) -> RecordedStep:
     stages = tuple(replace(STAGE, category=does, start_s=start, end_s=end) for does, start, end in spans)
-    return TracedStep(3, 0, ("communicate-0-0",), stages, submitted_s, max(end for *_, end in spans), "3f9a")
+    return RecordedStep(3, 0, ("communicate-0-0",), stages, submitted_s, max(end for *_, end in spans), "3f9a")
 
 
 def test_hidden_communication_is_counted_once():
@@ -38,7 +38,7 @@ def test_nothing_is_exposed_if_the_last_message_ends_first():
     assert step_of(("communicate", 0.0, 1.0), submitted_s=2.0).exposed_s == 0.0
 
 
-def train_and_trace(path: str) -> tuple[list[TracedStep | None], float]:
+def train_and_trace(path: str) -> tuple[list[RecordedStep | None], float]:
     module, rank = build("Mlp"), dist.get_rank()
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     attachment = sync.attach(hooked, sync.plan(hooked, "EFSignSGD", program="allgather"))
@@ -47,11 +47,11 @@ def train_and_trace(path: str) -> tuple[list[TracedStep | None], float]:
         if step in (2, 4):
             attachment.trace_next_step()
         if step == 4:
-            with sync.trace(path):
+            with sync.record_timeline(path):
                 hooked(module.batch(step, rank)).backward()
         else:
             hooked(module.batch(step, rank)).backward()
-        seen.append(attachment.traced_step)
+        seen.append(attachment.recorded_step)
     sent_nbytes = attachment.sent_nbytes_per_step()
     attachment.close()
     return seen, sent_nbytes
@@ -88,7 +88,7 @@ def trace_changes() -> list[tuple[str, str | None, bool]]:
         if step in (3, 5):
             attachment.change_plan(plans[step // 2])
         hooked(module.batch(step, rank)).backward()
-        traced, stats = attachment.traced_step, attachment.stats()
+        traced, stats = attachment.recorded_step, attachment.stats()
         plans_of = names[attachment.plan.fingerprint()], names[traced and traced.plan_fingerprint]
         seen.append((*plans_of, "hidden_s" in stats))
     attachment.close()
@@ -109,11 +109,11 @@ def test_a_rank_alone_has_no_stages():
     assert step is None
 
 
-def trace_alone() -> TracedStep | None:
+def trace_alone() -> RecordedStep | None:
     hooked = DistributedDataParallel(torch.nn.Linear(4, 4))
     attachment = sync.attach(hooked, "EFSignSGD")
     attachment.trace_next_step()
     hooked(torch.ones(1, 4)).sum().backward()
-    traced = attachment.traced_step
+    traced = attachment.recorded_step
     attachment.close()
     return traced
