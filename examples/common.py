@@ -106,7 +106,7 @@ def sent_nbytes_per_step(model: nn.Module, handle: sync.Attachment | None) -> fl
         return handle.sent_nbytes_per_step()
     # Plain DDP does a ring allreduce of all gradients.
     grad_nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    return sync.allreduce_sent_nbytes(grad_nbytes, dist.get_world_size())
+    return sync.programs.allreduce_sent_nbytes(grad_nbytes, dist.get_world_size())
 
 
 def report(

@@ -69,8 +69,8 @@ def checked_arm(text: str) -> str:
     except ValueError as error:
         allowed = f"a compressor or one of {', '.join(map(repr, OTHER_ARMS))}"
         raise argparse.ArgumentTypeError(f"expected {allowed}, got {text!r}") from error
-    if through and program not in sync.PROGRAMS:
-        raise argparse.ArgumentTypeError(f"expected a program of {', '.join(sync.PROGRAMS)}, got {program!r}")
+    if through and program not in sync.programs.PROGRAMS:
+        raise argparse.ArgumentTypeError(f"expected a program of {', '.join(sync.programs.PROGRAMS)}, got {program!r}")
     return text
 
 
@@ -79,7 +79,7 @@ class Arm:
 
     Args:
         spec: a plan; :class:`Tuned`; a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name
-            of ``gckernels.sync.PROGRAMS`` if the program is not the default one; plain DDP; one of :data:`HOOKS`; or
+            of ``sync.programs.PROGRAMS`` if the program is not the default one; plain DDP; one of :data:`HOOKS`; or
             :data:`SILENT`, whose steps take what DDP itself takes.
         workload: the model.
         batch: inputs and answers of every step.
@@ -185,7 +185,7 @@ class Arm:
         if self.attachment is not None:
             return self.attachment.sent_nbytes_per_step()
         assert self._reduced_nbytes is not None
-        return sync.allreduce_sent_nbytes(round(self._reduced_nbytes()), dist.get_world_size())
+        return sync.programs.allreduce_sent_nbytes(round(self._reduced_nbytes()), dist.get_world_size())
 
     def residual_nbytes(self) -> int:
         return 0 if self.attachment is None else self.attachment.residual_nbytes()

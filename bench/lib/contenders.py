@@ -133,7 +133,7 @@ def distinct(plans: Mapping[str, sync.Plan]) -> dict[str, str]:
 
 def summary(plan: sync.Plan) -> str:
     """The compressors and programs of a plan with their shares of the elements: "97 % BlockQuant through allgather"."""
-    names = {program: name for name, program in sync.PROGRAMS.items()}
+    names = {program: name for name, program in sync.programs.PROGRAMS.items()}
     shares: Counter[str] = Counter()
     for unit in plan.units:
         program = names.get(unit.program, " ".join(type(step).__name__ for step in unit.program))

@@ -27,7 +27,6 @@ import torch
 import gckernels
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.planner.least_steps import least_step_s
-from gckernels.sync import Place
 from gckernels.sync.planner.bound import free_problem
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import usual_launches
@@ -36,6 +35,7 @@ from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached, Plan, PlanError
+from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import Trace
 from gckernels.sync.traces.trace_files import read_trace, trace_names
 

@@ -31,11 +31,11 @@ BUCKET_CAP_MB = 25
 REPETITIONS = 7
 RANK = 1
 SETTINGS = (
-    ("allgather", sync.ALLGATHER, sync.Topology(8)),
-    ("alltoall", sync.ALLTOALL, sync.Topology(1024)),
-    ("hierarchical", sync.HIERARCHICAL, sync.Topology(128, 8)),
-    ("parameter_server", sync.PARAMETER_SERVER, sync.Topology(1024)),
-    ("ring", sync.ring(8), sync.Topology(8)),
+    ("allgather", sync.programs.ALLGATHER, sync.Topology(8)),
+    ("alltoall", sync.programs.ALLTOALL, sync.Topology(1024)),
+    ("hierarchical", sync.programs.HIERARCHICAL, sync.Topology(128, 8)),
+    ("parameter_server", sync.programs.PARAMETER_SERVER, sync.Topology(1024)),
+    ("ring", sync.programs.ring(8), sync.Topology(8)),
 )
 KEY = ("program", "machines", "devices", "hidden")
 

@@ -71,7 +71,7 @@ class Arms:
         for _ in range(3):
             step_seconds(closed, batch)
         self._handles.pop().close()
-        for name, program in (("allreduce", sync.ALLREDUCE), ("allgather", sync.ALLGATHER)):
+        for name, program in (("allreduce", sync.programs.ALLREDUCE), ("allgather", sync.programs.ALLGATHER)):
             self.models[f"identity {name}"] = self._attached("Identity", program)
             self.models[f"synchronizer {name}"] = alone = mlp().to(device)
             plan = sync.plan(alone, gckernels.Identity(), program=program)
@@ -80,7 +80,9 @@ class Arms:
     def _wrapped(self) -> DistributedDataParallel:
         return DistributedDataParallel(mlp().to(self._device), bucket_cap_mb=BUCKET_CAP_MB)
 
-    def _attached(self, spec: str, program: sync.Program | None, start_step: int = 0) -> DistributedDataParallel:
+    def _attached(
+        self, spec: str, program: sync.programs.Program | None, start_step: int = 0
+    ) -> DistributedDataParallel:
         model = self._wrapped()
         plan = sync.plan(model, gckernels.from_spec(spec), program=program)
         self._handles.append(sync.attach(model, plan, start_step=start_step))

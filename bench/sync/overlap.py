@@ -43,8 +43,12 @@ PARTS, CHANNELS = (1, 2, 4), (1, 2, 4)
 SMALL, SMALL_SHAPE = 4, (256, 1024)
 
 
-def programs(world_size: int) -> dict[str, sync.Program]:
-    return {"alltoall": sync.ALLTOALL, "allgather": sync.ALLGATHER, "ring": sync.ring(world_size)}
+def programs(world_size: int) -> dict[str, sync.programs.Program]:
+    return {
+        "alltoall": sync.programs.ALLTOALL,
+        "allgather": sync.programs.ALLGATHER,
+        "ring": sync.programs.ring(world_size),
+    }
 
 
 def parse_args() -> argparse.Namespace:
@@ -108,7 +112,7 @@ class Arm:
         return [busy(spans) for spans in read_trace(path).values()] if dist.get_rank() == 0 else []
 
 
-def plans(grads: dict[str, torch.Tensor], spec: str, program: sync.Program) -> dict[str, sync.Plan]:
+def plans(grads: dict[str, torch.Tensor], spec: str, program: sync.programs.Program) -> dict[str, sync.Plan]:
     """Plans by name: one for each number of parts and channels, and the first again."""
     world_size, by_name = dist.get_world_size(), {}
     parameters = [(name, torch.nn.Parameter(grad)) for name, grad in grads.items()]

@@ -85,8 +85,8 @@ class Arm:
         self._model = DistributedDataParallel(
             WORKLOAD.model(), process_group=dist.new_group(), bucket_cap_mb=WORKLOAD.bucket_cap_mb
         )
-        steps = {**sync.PROGRAMS, "ring": sync.ring(ranks)}[program]
-        in_place = steps == sync.ALLREDUCE
+        steps = {**sync.programs.PROGRAMS, "ring": sync.programs.ring(ranks)}[program]
+        in_place = steps == sync.programs.ALLREDUCE
         codec, steps = (gckernels.EFSignSGD(), None) if in_place else (gckernels.from_spec(spec), steps)
         plan = sync.plan(self._model, codec, program=steps, topology=topology)
         plan = dataclasses.replace(plan, channels=channels)

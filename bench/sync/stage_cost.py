@@ -45,13 +45,14 @@ with suppress(ImportError):  # registers the process group
 
 import gckernels
 from bench.lib.record import write_csv
-from gckernels.sync import ALLREDUCE, POWERSGD, PROGRAMS, Program, Topology, UnitPlan
+from gckernels.sync import Topology, UnitPlan
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.lowrank import LowRankMessage
 from gckernels.sync.messages.message import DenseMessage, Message, Stage, Unit
 from gckernels.sync.messages.seeds import Seeds
+from gckernels.sync.programs import ALLREDUCE, POWERSGD, PROGRAMS, Program
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.lanes import DeviceLanes

@@ -32,7 +32,7 @@ from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.goodput import goodput
 from bench.lib.rounds import ratio_columns, take_turns
 from bench.lib.sizes import parse_numel, two_or_more
-from gckernels.sync import Level, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.communication.collectives import all_gather
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.communication.links import RankConnections
@@ -40,6 +40,7 @@ from gckernels.sync.lab import Network, checked_rate
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
+from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.resources.memory_spaces import Places

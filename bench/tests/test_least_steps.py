@@ -11,7 +11,6 @@ import pytest
 
 import gckernels
 from bench.planner.least_steps import Limits, highest_s, least_step_s, limits_of
-from gckernels.sync import Place
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.draft_times import step_s
 from gckernels.sync.planner.drafts.drafts import Draft, MessageDraft
@@ -20,6 +19,7 @@ from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 
 DEVICE, BOTH = (Place.DEVICE,), (Place.DEVICE, Place.HOST)

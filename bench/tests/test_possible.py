@@ -8,7 +8,7 @@ import pytest
 
 import gckernels
 from bench.planner.possible import COMPRESSORS, links_s, problem_of, ranks_s, rows_of
-from gckernels.sync import PROGRAMS, Place, Plan, Topology, UnitPlan, enumerate_programs, parted, ring
+from gckernels.sync import Plan, Topology, UnitPlan, parted
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import machine_names
 from gckernels.sync.planner.machines.machine import Overheads, Shared
@@ -17,6 +17,7 @@ from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import PROGRAMS, Place, enumerate_programs, ring
 from gckernels.sync.programs.steps import Broadcast
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from gckernels.sync.traces.trace_files import trace_names

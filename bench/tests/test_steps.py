@@ -58,7 +58,7 @@ def test_every_kind_of_arm_trains_and_counts_its_bytes():
     assert first["goodput"] == second["goodput"] > 0
     assert all(first[spec][0] and second[spec][0] for spec in specs if spec != arms.SILENT)
     assert not second[arms.SILENT][0] and first[arms.SILENT][1] == 0
-    dense = sync.allreduce_sent_nbytes(4 * NUMEL["transformer_1m"], 2)
+    dense = sync.programs.allreduce_sent_nbytes(4 * NUMEL["transformer_1m"], 2)
     assert first[arms.PLAIN][1] == dense
     assert first[arms.FP16_HOOK][1] == first[arms.BF16_HOOK][1] == dense / 2
     assert dense / 30 < first[arms.POWERSGD_HOOK][1] < dense / 10

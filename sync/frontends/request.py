@@ -50,8 +50,8 @@ def plan(
             ``Synchronizer``, whose plan has all parameters that can have a gradient, frozen or not; or pairs of name
             and parameter, such as ``module.named_parameters()``.
         compressor: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``.
-        program: the steps by which parameters are sent, or their name in ``gckernels.sync.PROGRAMS``. The default is
-            that of :func:`~gckernels.sync.default_program`.
+        program: the steps by which parameters are sent, or their name in ``sync.programs.PROGRAMS``. The default is
+            that of :func:`~gckernels.sync.programs.default_program`.
         exempt: the parameters that are sent exactly: a function ``(name, parameter) -> bool``, a list of names, or
             ``None`` for no parameter. The default is :func:`~gckernels.sync.exempt_vectors`, which exempts parameters
             with fewer than two dimensions; and no parameter for a compressor whose payloads are added (``Cast16``),

@@ -78,7 +78,7 @@ def as_method(argument: str, given: object, otherwise: str = "") -> Compressor:
 
 
 def as_program(caller: str, given: Program | str | None) -> Program | None:
-    """The program that ``given`` is, or whose name it is in :data:`~gckernels.sync.PROGRAMS`, in any case.
+    """The program that ``given`` is, or whose name it is in :data:`~gckernels.sync.programs.PROGRAMS`, in any case.
 
     Raises:
         TypeError: ``given`` is neither ``None`` nor a name nor a tuple of steps.

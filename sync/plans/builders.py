@@ -43,7 +43,7 @@ def uniform_plan(
         parameters: by their plain names, without those that cannot have a gradient.
         compressor: for all parameters that are not exempt.
         world_size: the number of ranks.
-        program: ``None`` for that of :func:`~gckernels.sync.default_program`.
+        program: ``None`` for that of :func:`~gckernels.sync.programs.default_program`.
         exempt: whether a parameter is sent exactly; ``None`` for :func:`exempt_vectors`, and for no parameter with a
             compressor whose payloads are added.
         topology: the machines and devices that the plan is for, if its program has levels.

@@ -1,1 +1,61 @@
 """Programs: the steps in which a unit is synchronised, as data. Pure: no tensors, no process groups, no clock."""
+
+from .enumeration import enumerate_programs
+from .named import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    ENCODED_ALLREDUCE,
+    HIERARCHICAL,
+    PARAMETER_SERVER,
+    POWERSGD,
+    PROGRAMS,
+    default_program,
+    ring,
+)
+from .sizes import allreduce_sent_nbytes
+from .steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Decode,
+    Encode,
+    Gather,
+    Hop,
+    Level,
+    Place,
+    Program,
+    ProgramError,
+    Reduce,
+    ReduceScatter,
+)
+
+__all__ = [
+    "ALLGATHER",
+    "ALLREDUCE",
+    "ALLTOALL",
+    "ENCODED_ALLREDUCE",
+    "HIERARCHICAL",
+    "PARAMETER_SERVER",
+    "POWERSGD",
+    "PROGRAMS",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "Decode",
+    "Encode",
+    "Gather",
+    "Hop",
+    "Level",
+    "Place",
+    "Program",
+    "ProgramError",
+    "Reduce",
+    "ReduceScatter",
+    "allreduce_sent_nbytes",
+    "default_program",
+    "enumerate_programs",
+    "ring",
+]

@@ -39,7 +39,7 @@ TopK().ration  # error: no attribute "ration"
 
 def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> None:
     plan: sync.Plan = sync.plan(ddp_model, "TopK", program="alltoall", exempt=["0.bias"], topology=(2, 4))
-    sync.plan(module.named_parameters(), TopK(), program=sync.ring(8), exempt=None, world_size=8)
+    sync.plan(module.named_parameters(), TopK(), program=sync.programs.ring(8), exempt=None, world_size=8)
     sync.attach(ddp_model, plan, start_step=100).close()
     sync.attach(ddp_model, EFSignSGD(), seed=1)
     sync.attach(ddp_model, accuracy="aggressive", steps=10_000).report("report.html")

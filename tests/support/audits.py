@@ -15,18 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels import sync
 from gckernels.compressor import Compressor
-from gckernels.sync import (
-    ALLREDUCE,
-    ENCODED_ALLREDUCE,
-    POWERSGD,
-    PROGRAMS,
-    AllReduce,
-    Attachment,
-    Encode,
-    ReduceScatter,
-    UnitPlan,
-    attach,
-)
+from gckernels.sync import Attachment, UnitPlan, attach
+from gckernels.sync.programs import ALLREDUCE, ENCODED_ALLREDUCE, POWERSGD, PROGRAMS, AllReduce, Encode, ReduceScatter
 from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from models import SMALL_BUCKETS, build
 from workloads import (

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, ChunkTopK, EFSignSGD, Identity, PowerSGD, sync
-from gckernels.sync import ALLREDUCE, PARAMETER_SERVER, Attachment, Plan, Synchronizer, attach, parted, ring
+from gckernels.sync import Attachment, Plan, Synchronizer, attach, parted
+from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
 from models import SMALL_BUCKETS, build
 from workloads import mass_of, summed
 

@@ -10,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync import PROGRAMS, Attachment, Synchronizer, attach, ring
+from gckernels.sync import Attachment, Synchronizer, attach
+from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.resources.feedback import KINDS
 from models import SMALL_BUCKETS, build
 from workloads import digest_of, topology

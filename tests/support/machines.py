@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from gckernels import from_spec
-from gckernels.sync import Level, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
+from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from gckernels.sync import ENCODED_ALLREDUCE, POWERSGD, Plan, Program, UnitPlan
+from gckernels.sync import Plan, UnitPlan
+from gckernels.sync.programs import ENCODED_ALLREDUCE, POWERSGD, Program
 from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from gckernels.sync.resources.feedback import KINDS, Feedback
 from gckernels.sync.resources.memory_spaces import Places

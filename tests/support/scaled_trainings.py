@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
-from gckernels.sync import PROGRAMS, Synchronizer, attach
+from gckernels.sync import Synchronizer, attach
+from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
 from workloads import topology, with_feedback
 

@@ -19,18 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import (
-    PROGRAMS,
-    Attached,
-    Attachment,
-    Place,
-    Plan,
-    Program,
-    ProgramError,
-    Synchronizer,
-    Topology,
-    UnitPlan,
-)
+from gckernels.sync import Attached, Attachment, Plan, Synchronizer, Topology, UnitPlan
+from gckernels.sync.programs import PROGRAMS, Place, Program, ProgramError
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Coding
 from gckernels.sync.states.layout import kept_regions

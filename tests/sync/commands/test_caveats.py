@@ -12,7 +12,7 @@ import torch
 
 import gckernels
 from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_trace
-from gckernels.sync import Level, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.commands.common.unit_hints import slips_of_machine
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
@@ -20,6 +20,7 @@ from gckernels.sync.planner.machines.files import load_machine, machine_names
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.machines.profile_json import profile_to_json
+from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.traces.model_trace import Role
 from gckernels.sync.traces.trace_files import write_trace

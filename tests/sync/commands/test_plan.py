@@ -7,13 +7,14 @@ import json
 import pytest
 
 from command_files import run_json, run_text, write_small_trace
-from gckernels.sync import AllReduce, Broadcast, Level, Plan, Reduce
+from gckernels.sync import Plan
 from gckernels.sync.commands.studies import prediction
 from gckernels.sync.planner import choice
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import Option, plan_of, usual_launches
 from gckernels.sync.planner.policies.messages import uniform_draft
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import AllReduce, Broadcast, Level, Reduce
 
 SLOW, FAST = "two-sites-1gbit", "h100-400gbit"
 

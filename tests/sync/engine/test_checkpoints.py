@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import PROGRAMS, Attachment, attach
+from gckernels.sync import Attachment, attach
+from gckernels.sync.programs import PROGRAMS
 from gckernels.sync.resources.feedback import KINDS
 from gckernels.sync.stats.history import Journal
 from models import SMALL_BUCKETS, build

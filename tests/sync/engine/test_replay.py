@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import from_spec
-from gckernels.sync import PROGRAMS, Plan, Synchronizer, Topology, UnitPlan, parted, plan, record_timeline, ring
+from gckernels.sync import Plan, Synchronizer, Topology, UnitPlan, parted, plan, record_timeline
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
@@ -20,6 +20,7 @@ from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.planner.replay import RecordedMessage, read_steps, replay
 from gckernels.sync.planner.timeline.simulator import Need
 from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
+from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.resources.feedback import Feedback

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import gckernels
 from gckernels import DGC, BlockQuant, EFSignSGD
-from gckernels.sync import (
+from gckernels.sync import Topology
+from gckernels.sync.programs import (
     ALLGATHER,
     ALLTOALL,
     HIERARCHICAL,
     PARAMETER_SERVER,
     PROGRAMS,
     Program,
-    Topology,
     enumerate_programs,
     ring,
 )

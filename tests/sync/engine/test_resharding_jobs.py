@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
-from gckernels.sync import PROGRAMS, Attachment, attach, ring
+from gckernels.sync import Attachment, attach
 from gckernels.sync.plans.plan import Plan
+from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.programs.residuals import ENCODINGS
 from gckernels.sync.resources.feedback import KINDS
 from models import SMALL_BUCKETS, build

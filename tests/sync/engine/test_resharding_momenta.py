@@ -9,7 +9,7 @@ import torch
 
 from gckernels import DGC, PowerSGD, SigNUM, TopK, Traits
 from gckernels.compressor import COMPRESSORS
-from gckernels.sync import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD, ring
+from gckernels.sync.programs import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD, ring
 from gckernels.sync.states.jobs import read_job
 from resharded_jobs import EPS, check_kept, plan_of, resharded, saved
 

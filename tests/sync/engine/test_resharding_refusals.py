@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gckernels import DGC, BlockQuant, EFSignSGD
-from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, PARAMETER_SERVER, Plan, Topology
+from gckernels.sync import Plan, Topology
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL, PARAMETER_SERVER
 from gckernels.sync.states.jobs import read_job
 from gckernels.sync.states.resharding import reshard
 from resharded_jobs import NUMELS, plan_of, saved

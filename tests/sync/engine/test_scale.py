@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gckernels import EFSignSGD, sync
-from gckernels.sync import (
+from gckernels.sync import Plan, Topology, parted
+from gckernels.sync.communication.communicators import DryCommunicators
+from gckernels.sync.communication.links import RankConnections
+from gckernels.sync.messages import collectives
+from gckernels.sync.programs import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -26,16 +30,10 @@ from gckernels.sync import (
     Encode,
     Level,
     Place,
-    Plan,
     Program,
     Reduce,
-    Topology,
-    parted,
     ring,
 )
-from gckernels.sync.communication.communicators import DryCommunicators
-from gckernels.sync.communication.links import RankConnections
-from gckernels.sync.messages import collectives
 from gckernels.testing.one_of_many import built, transformer
 
 LAYERS, HIDDEN = 100, 1024

@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
-from gckernels.sync import PROGRAMS, Synchronizer, attach
+from gckernels.sync import Synchronizer, attach
+from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, one_of_each, topology, with_feedback, with_two_or_three_ranks

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from gckernels.sync import ALLTOALL, Place, Plan, UnitPlan
+from gckernels.sync import Plan, UnitPlan
 from gckernels.sync.engine.step_copies import StepCopies
 from gckernels.sync.frontends.budget import plan_nbytes
+from gckernels.sync.programs import ALLTOALL, Place
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.memory_spaces import Places
 from ranks import run_ranks, values_of

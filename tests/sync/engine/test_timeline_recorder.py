@@ -16,10 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from audits import Run, train
 from gckernels import sync
-from gckernels.sync import PROGRAMS, attach, record_timeline, ring
+from gckernels.sync import attach, record_timeline
 from gckernels.sync.engine import timeline_recorder
 from gckernels.sync.engine.timeline_recorder import TimelineRecorder
 from gckernels.sync.messages.message import Message, Stage
+from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource, StageKind, StageSpec
 from gckernels.sync.resources.lanes import DeviceLanes
 from models import SMALL_BUCKETS, build

@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels import sync
 from gckernels.codec import Codec
-from gckernels.sync import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, Synchronizer, attach, ring
+from gckernels.sync import Synchronizer, attach
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives, encoded
 from gckernels.sync.messages.exchanges import Exchange
 from gckernels.sync.messages.message import Wait
+from gckernels.sync.programs import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, ring
 from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, Identity, PowerSGD, sync
-from gckernels.sync import ALLREDUCE, PARAMETER_SERVER, Plan, PlanError, Synchronizer, attach, ring
+from gckernels.sync import Plan, PlanError, Synchronizer, attach
+from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
 from gckernels.sync.states.resuming import resumable
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of

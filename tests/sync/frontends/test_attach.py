@@ -15,15 +15,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import (
-    ALLGATHER,
-    ENCODED_ALLREDUCE,
-    Plan,
-    PlanError,
-    Program,
-    attach,
-    exempt_vectors,
-)
+from gckernels.sync import Plan, PlanError, attach, exempt_vectors
+from gckernels.sync.programs import ALLGATHER, ENCODED_ALLREDUCE, Program
 from leftovers import lanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of

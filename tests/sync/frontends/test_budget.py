@@ -14,15 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import (
-    ALLREDUCE,
-    ALLTOALL,
-    PROGRAMS,
-    Place,
-    Synchronizer,
-    attach,
-)
+from gckernels.sync import Synchronizer, attach
 from gckernels.sync.frontends.budget import plan_nbytes, rank_nbytes, within_budget
+from gckernels.sync.programs import ALLREDUCE, ALLTOALL, PROGRAMS, Place
 from gckernels.sync.resources.memory_spaces import Places
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import DGC, EFSignSGD, Identity, sync
-from gckernels.sync import ALLREDUCE, ALLTOALL, Plan, Synchronizer, attach
+from gckernels.sync import Plan, Synchronizer, attach
+from gckernels.sync.programs import ALLREDUCE, ALLTOALL
 from ranks import run_ranks, values_of
 from workloads import launched, mass_of, summed
 

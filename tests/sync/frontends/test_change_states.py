@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import DGC, EFSignSGD, Identity, PowerSGD, SigNUM, sync
-from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, Plan, Synchronizer, attach
+from gckernels.sync import Plan, Synchronizer, attach
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL
 from ranks import run_ranks, values_of
 from workloads import mass_of, summed
 

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from conservation import Training, plans
 from gckernels import EFSignSGD, Identity, sync
-from gckernels.sync import ALLREDUCE, Plan, attach
+from gckernels.sync import Plan, attach
+from gckernels.sync.programs import ALLREDUCE
 from leftovers import lanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import PROGRAMS, Place, Plan, Program, Synchronizer, UnitPlan, attach
+from gckernels.sync import Plan, Synchronizer, UnitPlan, attach
 from gckernels.sync.engine.compilation import compile_host, host_methods
+from gckernels.sync.programs import PROGRAMS, Place, Program
 from gckernels.sync.resources.memory_spaces import Places
 from gckernels.toolkit.host import cache as program_cache
 from gckernels.toolkit.host import compilers

@@ -13,17 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity, PowerSGD, sync
-from gckernels.sync import (
-    ALLREDUCE,
-    ALLTOALL,
-    Plan,
-    PlanError,
-    Synchronizer,
-    UnitPlan,
-    attach,
-    parted,
-)
+from gckernels.sync import Plan, PlanError, Synchronizer, UnitPlan, attach, parted
 from gckernels.sync.frontends.budget import within_budget
+from gckernels.sync.programs import ALLREDUCE, ALLTOALL
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, topology

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import Identity, sync
-from gckernels.sync import ALLREDUCE
+from gckernels.sync.programs import ALLREDUCE
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of

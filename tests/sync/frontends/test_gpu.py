@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import AllGather, AllToAll, Decode, Encode, Place, Program, Synchronizer, attach
+from gckernels.sync import Synchronizer, attach
+from gckernels.sync.programs import AllGather, AllToAll, Decode, Encode, Place, Program
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group
 

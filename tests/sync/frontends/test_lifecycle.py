@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_models import trained, wrapped
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity, sync
-from gckernels.sync import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, Synchronizer, attach
+from gckernels.sync import Synchronizer, attach
+from gckernels.sync.programs import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE
 from leftovers import lanes, silent
 from models import build
 from ranks import run_ranks, values_of

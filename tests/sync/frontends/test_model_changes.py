@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
 from gckernels import Identity, sync
-from gckernels.sync import ALLGATHER, ALLREDUCE, Plan, UnitPlan
+from gckernels.sync import Plan, UnitPlan
 from gckernels.sync.engine.runtime import Runtime
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE
 from models import Mlp, build
 from ranks import run_ranks, values_of
 from workloads import digest_of

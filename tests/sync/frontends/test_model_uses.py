@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 
 import model_uses
 from gckernels import Identity, sync
-from gckernels.sync import ALLGATHER
+from gckernels.sync.programs import ALLGATHER
 from ranks import run_ranks, values_of
 from workloads import digest_of
 

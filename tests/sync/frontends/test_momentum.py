@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 
 from gckernels import DGC, TopK, sync
-from gckernels.sync import PROGRAMS, attach, exempt_vectors
+from gckernels.sync import attach, exempt_vectors
+from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of, topology

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync import ALLREDUCE
+from gckernels.sync.programs import ALLREDUCE
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity, sync
-from gckernels.sync import ALLREDUCE, Plan, Synchronizer, UnitPlan, attach, record_timeline
+from gckernels.sync import Plan, Synchronizer, UnitPlan, attach, record_timeline
 from gckernels.sync.plans.parameters import differentiable, plain_name
+from gckernels.sync.programs import ALLREDUCE
 from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of

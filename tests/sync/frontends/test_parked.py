@@ -14,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, sync
-from gckernels.sync import ALLGATHER, Synchronizer, Topology, UnitPlan, attach
+from gckernels.sync import Synchronizer, Topology, UnitPlan, attach
 from gckernels.sync.frontends.changes import _USED_WITHIN
 from gckernels.sync.plans.strides import in_memory, in_reals
+from gckernels.sync.programs import ALLGATHER
 from gckernels.sync.states.unsent import unsent_by_parameter
 from ranks import run_ranks, values_of
 from workloads import mass_of, summed

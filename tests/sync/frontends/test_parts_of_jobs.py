@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_models import trained, wrapped
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, attach
+from gckernels.sync import attach
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL
 from gckernels.sync.resources.feedback import KINDS
 from leftovers import lanes
 from models import SMALL_BUCKETS, build

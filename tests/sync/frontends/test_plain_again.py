@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import ALLGATHER, ALLREDUCE, Synchronizer, attach
+from gckernels.sync import Synchronizer, attach
 from gckernels.sync.frontends.ddp import reducer
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 

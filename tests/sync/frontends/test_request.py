@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels import BlockQuant, Cast16, PowerSGD, sync
 from gckernels.compressor import Compressor
-from gckernels.sync import ALLTOALL, HIERARCHICAL, PROGRAMS, Plan, PlanError, Synchronizer, Topology, attach
+from gckernels.sync import Plan, PlanError, Synchronizer, Topology, attach
+from gckernels.sync.programs import ALLTOALL, HIERARCHICAL, PROGRAMS
 from models import build
 from ranks import run_ranks, values_of
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.codec import Codec
-from gckernels.sync import Level, Place, ProgramError, Topology, UnitPlan, default_program, enumerate_programs, ring
+from gckernels.sync import Topology, UnitPlan
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Message, Unit
 from gckernels.sync.messages.seeds import Seeds
+from gckernels.sync.programs import Level, Place, ProgramError, default_program, enumerate_programs, ring
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.resources.feedback import Feedback

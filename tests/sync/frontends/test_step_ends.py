@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gckernels import EFSignSGD, Identity, sync
-from gckernels.sync import ALLREDUCE, Attached, Synchronizer, attach
+from gckernels.sync import Attached, Synchronizer, attach
 from gckernels.sync.frontends.ddp import step_ends
+from gckernels.sync.programs import ALLREDUCE
 from models import SMALL_BUCKETS, Halves, Mlp, build
 from ranks import run_ranks, values_of
 

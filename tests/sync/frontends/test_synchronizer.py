@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import ALLREDUCE, ALLTOALL, PROGRAMS, Plan, PlanError, Synchronizer, UnitPlan, attach
+from gckernels.sync import Plan, PlanError, Synchronizer, UnitPlan, attach
+from gckernels.sync.programs import ALLREDUCE, ALLTOALL, PROGRAMS
 from models import Branches, Mlp, build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, topology

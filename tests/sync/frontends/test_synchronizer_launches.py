@@ -18,8 +18,9 @@ from torch import nn
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import PROGRAMS, Plan, Synchronizer, parted
+from gckernels.sync import Plan, Synchronizer, parted
 from gckernels.sync.engine.runtime import Runtime
+from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import LAUNCHES, digest_of, launched

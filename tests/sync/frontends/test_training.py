@@ -10,7 +10,7 @@ import torch
 
 import gckernels
 from audits import Audit, Run, audit, balances, train
-from gckernels.sync import PROGRAMS
+from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from workloads import combinations, one_of_each, thinned, with_two_or_three_ranks

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from gckernels.sync import ALLTOALL, Topology, UnitPlan
+from gckernels.sync import Topology, UnitPlan
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
 from gckernels.sync.messages.seeds import Seeds
+from gckernels.sync.programs import ALLTOALL
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.memory_spaces import Places

@@ -7,8 +7,9 @@ import pytest
 from ddp_models import trained, wrapped
 from gckernels import BlockQuant, Codec, RandomK, sync
 from gckernels.codec import SEED_MASK
-from gckernels.sync import ALLTOALL, attach
+from gckernels.sync import attach
 from gckernels.sync.messages import codings
+from gckernels.sync.programs import ALLTOALL
 from ranks import run_ranks, values_of
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gckernels.sync import Level, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.communication.collectives import all_gather
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.communication.links import ONE_WAY_NBYTES, RankConnections
 from gckernels.sync.messages import exchanges
 from gckernels.sync.messages.message import Wait
+from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.resources.memory_spaces import Places

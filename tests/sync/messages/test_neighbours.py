@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels import sync
-from gckernels.sync import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, Program, Synchronizer, ring
+from gckernels.sync import Synchronizer
+from gckernels.sync.programs import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, Program, ring
 from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of

@@ -14,12 +14,13 @@ import torch
 import gckernels
 from gckernels.ops.powersgd import kernels
 from gckernels.ops.powersgd import ops as powersgd_ops
-from gckernels.sync import POWERSGD, Program, Topology, UnitPlan
+from gckernels.sync import Topology, UnitPlan
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.lowrank import LowRankMessage
 from gckernels.sync.messages.message import Message, Unit
 from gckernels.sync.messages.seeds import Seeds
+from gckernels.sync.programs import POWERSGD, Program
 from gckernels.sync.programs.named import default_program
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.memory_spaces import Places

@@ -175,7 +175,7 @@ NORMED = trace_of(
 
 
 def unit(name, method, numel=64 * 32, **more):
-    return UnitPlan(name, numel, method, sync.ALLGATHER, True, **more)
+    return UnitPlan(name, numel, method, sync.programs.ALLGATHER, True, **more)
 
 
 def test_the_error_of_a_plan_is_weighted_by_norms():

@@ -14,13 +14,14 @@ from dataclasses import replace
 import pytest
 
 from gckernels import from_spec
-from gckernels.sync import PROGRAMS, Level, Place, Plan, Program, Topology, UnitPlan, enumerate_programs, ring
+from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.machines.machine import Shared
 from gckernels.sync.planner.timeline.launches import launches_of, messages_of
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.simulator import Need, SimulatedTask, simulate
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import PROGRAMS, Level, Place, Program, enumerate_programs, ring
 from gckernels.sync.programs.layouts import Capabilities, propagate
 from gckernels.sync.programs.stages import MessageKind, Resource, takes_part
 from gckernels.sync.programs.steps import Broadcast, Collective, Gather, Reduce

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 import gckernels
-from gckernels.sync import Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.planner.bound import free_problem
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.draft_times import step_s
@@ -25,6 +25,7 @@ from gckernels.sync.planner.search.significance import PREDICTED_SHARE, is_gain
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from gckernels.sync.traces.trace_files import read_trace
 from planning import problem_of

@@ -8,12 +8,13 @@ import random
 import pytest
 
 from gckernels import from_spec
-from gckernels.sync import PROGRAMS, Plan, Topology, UnitPlan
+from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.critical import critical_chain
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import PROGRAMS
 from gckernels.sync.programs.steps import Place
 from predictions import RatedMachine, trace_of
 

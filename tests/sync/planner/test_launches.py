@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from gckernels import from_spec
-from gckernels.sync import PROGRAMS, Plan, UnitPlan
+from gckernels.sync import Plan, UnitPlan
 from gckernels.sync.planner.timeline.launches import BucketLaunch, launches_of, messages_of
 from gckernels.sync.plans.plan import Attached, PlanError
+from gckernels.sync.programs import PROGRAMS
 from gckernels.sync.programs.stages import MessageKind
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 

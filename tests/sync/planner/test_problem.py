@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import gckernels
-from gckernels.sync import ALLGATHER, ALLREDUCE, Place
 from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.planner.choice import POLICIES, choose
 from gckernels.sync.planner.drafts.drafts import MessageDraft, Option, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, Place
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from planning import problem_of
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import gckernels
-from gckernels.sync import ALLGATHER, POWERSGD, Level, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.machine import MachineError, Overheads, Shared
 from gckernels.sync.planner.machines.profile import MIN_MARGIN, Profile, Stamp
 from gckernels.sync.planner.machines.profile_json import profile_from_json, profile_to_json
 from gckernels.sync.planner.timeline.pricing import Pricer, Units
+from gckernels.sync.programs import ALLGATHER, POWERSGD, Level, Place
 from gckernels.sync.programs.stages import MessageKind, StageKind
 
 GATHER = Curve((1e3, 1e5, 1e7), (1e-4, 3e-4, 2e-2), (5e-5, 1e-4, 4e-3), error=0.03)

@@ -20,7 +20,6 @@ from dataclasses import replace
 import pytest
 
 import gckernels
-from gckernels.sync import ALLTOALL, HIERARCHICAL, Place
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import Option, plan_of, usual_launches
 from gckernels.sync.planner.drafts.problem import Problem
@@ -30,6 +29,7 @@ from gckernels.sync.planner.published.secopa import by_option, option_choices, w
 from gckernels.sync.planner.published.secopa_costs import Exchange
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import ALLTOALL, HIERARCHICAL, Place
 from gckernels.sync.traces.trace_files import read_trace
 
 NVLINK, PCIE = "espresso-nvlink", "espresso-pcie"

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import gckernels
-from gckernels.sync import ALLGATHER, ALLREDUCE, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.policies.messages import GATHERED_BETWEEN_MACHINES, MAX_PARTS
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, Place
 from gckernels.sync.programs.steps import Broadcast, Decode, Encode, Gather, Hop
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from planning import problem_of

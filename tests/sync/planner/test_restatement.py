@@ -12,12 +12,13 @@ import pytest
 
 from gckernels import from_spec
 from gckernels.compressor import Compressor
-from gckernels.sync import PROGRAMS, Level, Place, Plan, Topology, UnitPlan, enumerate_programs, parted, ring
+from gckernels.sync import Plan, Topology, UnitPlan, parted
 from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.planner.timeline.launches import launches_of, messages_of
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import PROGRAMS, Level, Place, enumerate_programs, ring
 from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import Collective
 from gckernels.sync.traces.model_trace import Trace, TracedTensor

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from gckernels import from_spec
-from gckernels.sync import PROGRAMS, Plan, Program, Topology, UnitPlan
+from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import Timeline, timeline
 from gckernels.sync.plans.plan import Attached
+from gckernels.sync.programs import PROGRAMS, Program
 from gckernels.sync.programs.steps import AllReduce, Broadcast, Decode, Encode, Level, Place, Reduce
 from gckernels.sync.traces.model_trace import Trace
 from predictions import RatedMachine, trace_of

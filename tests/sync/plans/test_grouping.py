@@ -9,20 +9,18 @@ import torch
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD
 from gckernels.compressor import Compressor
-from gckernels.sync import (
+from gckernels.sync import Plan, Topology, UnitPlan
+from gckernels.sync.plans.buckets import cut_buckets
+from gckernels.sync.plans.grouping import MessageSpec, PlacedUnit, group_units, message_kind, whole_bucket
+from gckernels.sync.programs import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
     ENCODED_ALLREDUCE,
     PARAMETER_SERVER,
     POWERSGD,
-    Plan,
     Program,
-    Topology,
-    UnitPlan,
 )
-from gckernels.sync.plans.buckets import cut_buckets
-from gckernels.sync.plans.grouping import MessageSpec, PlacedUnit, group_units, message_kind, whole_bucket
 from gckernels.sync.programs.stages import MessageKind
 
 QUANT, EXACT, LOW_RANK = BlockQuant(), Identity(), PowerSGD(rank=2).fit((10, 10))

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gckernels import COMPRESSORS, BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, Attached, Plan, PlanError, Prediction, Topology, UnitPlan
+from gckernels.sync import Attached, Plan, PlanError, Prediction, Topology, UnitPlan
 from gckernels.sync.plans.prediction import Alternative, Source
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL
 
 VERSION_1 = """{"format": "gckernels.plan", "version": 1, "topology": {"machines": 2, "devices": 1}, "channels": 2,
 "units": [
@@ -47,7 +48,7 @@ def plans(draw: st.DrawFn) -> Plan:
     units = []
     for index, name in enumerate(names):
         method = COMPRESSORS[draw(st.sampled_from(sorted(COMPRESSORS)))]()
-        program = draw(st.sampled_from([ALLREDUCE, ALLGATHER, ALLTOALL, *sync.PROGRAMS.values()]))
+        program = draw(st.sampled_from([ALLREDUCE, ALLGATHER, ALLTOALL, *sync.programs.PROGRAMS.values()]))
         units.append(
             UnitPlan(
                 *(name, draw(st.integers(0, 2**40)), method, program, draw(st.booleans())),
@@ -56,7 +57,7 @@ def plans(draw: st.DrawFn) -> Plan:
                 also=tuple(draw(st.lists(TEXTS.map(lambda text: f"also {text}"), max_size=2))),
                 launch=draw(st.integers(0, 9)) if launched else None,
                 message=draw(st.none() | st.integers(10 * index, 10 * index + 9)),
-                channel=None if program in (ALLREDUCE, sync.POWERSGD) else draw(st.sampled_from([None, 0])),
+                channel=None if program in (ALLREDUCE, sync.programs.POWERSGD) else draw(st.sampled_from([None, 0])),
             )
         )
     attached = draw(st.sampled_from([None, Attached.SYNCHRONIZER] if launched else [None, *Attached]))

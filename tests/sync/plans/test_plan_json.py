@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from gckernels import COMPRESSORS, BlockQuant, Cast16, EFSignSGD, Identity
-from gckernels.sync import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, Plan, PlanError, Topology, UnitPlan
+from gckernels.sync import Plan, PlanError, Topology, UnitPlan
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE
 from ranks import run_ranks, values_of
 
 UNIT = UnitPlan("weight", 12, BlockQuant(bits=4), ALLGATHER, True)

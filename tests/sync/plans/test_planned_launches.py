@@ -11,25 +11,19 @@ from torch import nn
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD, sync
 from gckernels.compressor import Compressor
-from gckernels.sync import (
+from gckernels.sync import Attached, Plan, PlanError, Prediction, UnitPlan, parted, spread_roots
+from gckernels.sync.plans.buckets import cut_buckets
+from gckernels.sync.plans.grouping import MessageSpec, PlacedUnit, group_units
+from gckernels.sync.plans.prediction import Source
+from gckernels.sync.programs import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
     ENCODED_ALLREDUCE,
     PARAMETER_SERVER,
     POWERSGD,
-    Attached,
-    Plan,
-    PlanError,
-    Prediction,
     Program,
-    UnitPlan,
-    parted,
-    spread_roots,
 )
-from gckernels.sync.plans.buckets import cut_buckets
-from gckernels.sync.plans.grouping import MessageSpec, PlacedUnit, group_units
-from gckernels.sync.plans.prediction import Source
 
 QUANT, EXACT = BlockQuant(), Identity()
 SOURCE = Source("lab", "5f3c")

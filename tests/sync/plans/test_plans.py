@@ -12,22 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD, sync
-from gckernels.sync import (
-    ALLGATHER,
-    ALLREDUCE,
-    ALLTOALL,
-    HIERARCHICAL,
-    PARAMETER_SERVER,
-    AllReduce,
-    Encode,
-    Plan,
-    PlanError,
-    Topology,
-    UnitPlan,
-    exempt_vectors,
-    parted,
-    spread_roots,
-)
+from gckernels.sync import Plan, PlanError, Topology, UnitPlan, exempt_vectors, parted, spread_roots
+from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL, HIERARCHICAL, PARAMETER_SERVER, AllReduce, Encode
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[tuple[str, nn.Parameter]]:

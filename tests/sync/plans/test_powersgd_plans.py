@@ -8,20 +8,17 @@ from torch import nn
 
 import gckernels
 from gckernels import Identity, PowerSGD, sync
-from gckernels.sync import (
+from gckernels.sync import Plan, PlanError, Topology, UnitPlan
+from gckernels.sync.plans.strides import memory_shape
+from gckernels.sync.programs import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
     ENCODED_ALLREDUCE,
     POWERSGD,
-    Plan,
-    PlanError,
     ProgramError,
-    Topology,
-    UnitPlan,
     default_program,
 )
-from gckernels.sync.plans.strides import memory_shape
 from gckernels.sync.programs.sizes import sizes_of
 
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gckernels.sync import AllGather, AllReduce, Broadcast, Hop, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.communication.ranks import OutOfTime
 from gckernels.sync.profiling.measurements import collective_trains
 from gckernels.sync.profiling.measurements.collective_trains import CollectiveTrains, doubt_slow
 from gckernels.sync.profiling.measurements.session import MeasurementExtent
 from gckernels.sync.profiling.measurements.trains import LONG_CALL_S, LONG_TRAIN
+from gckernels.sync.programs import AllGather, AllReduce, Broadcast, Hop, Place
 from gckernels.sync.programs.steps import Collective
 
 LATENCY_S, NBYTES_PER_S = 2e-4, 25e6

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 import gckernels
-from gckernels.sync import Level, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import REFUSED_ERROR, Profile, Stamp
@@ -21,6 +21,7 @@ from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.profiling import measure
 from gckernels.sync.profiling.profile_cache import find, is_complete, with_profile
 from gckernels.sync.profiling.request import measured_or_kept
+from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of
 

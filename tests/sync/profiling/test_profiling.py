@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from gckernels.sync import AllGather, AllReduce, AllToAll, Hop, Level, Topology, profile
+from gckernels.sync import Topology, profile
 from gckernels.sync.accuracy.accuracy import candidates_by_default
 from gckernels.sync.commands.profile import summary
 from gckernels.sync.planner.machines.profile_json import profile_from_json, profile_to_json
@@ -26,6 +26,7 @@ from gckernels.sync.profiling.measurements.memory import Arena, gradients
 from gckernels.sync.profiling.measurements.session import KI, MeasurementExtent
 from gckernels.sync.profiling.measurements.trains import wire_nbytes
 from gckernels.sync.profiling.request import _methods
+from gckernels.sync.programs import AllGather, AllReduce, AllToAll, Hop, Level
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of
 

@@ -7,7 +7,8 @@ import torch
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import HIERARCHICAL, POWERSGD, Level, Program, Topology, enumerate_programs, ring
+from gckernels.sync import Topology
+from gckernels.sync.programs import HIERARCHICAL, POWERSGD, Level, Program, enumerate_programs, ring
 from gckernels.sync.programs.contents import states_of
 from gckernels.sync.programs.layouts import Capabilities
 from gckernels.sync.programs.sizes import sent_nbytes, sizes_of

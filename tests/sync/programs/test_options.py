@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from gckernels.sync import (
+from gckernels.sync import Topology, UnitPlan
+from gckernels.sync.communication.communicators import Communicators
+from gckernels.sync.engine.engine import Engine
+from gckernels.sync.messages.encoded import EncodedMessage
+from gckernels.sync.messages.message import Unit
+from gckernels.sync.messages.seeds import Seeds
+from gckernels.sync.programs import (
     HIERARCHICAL,
     AllGather,
     AllReduce,
@@ -23,16 +29,9 @@ from gckernels.sync import (
     Program,
     ProgramError,
     ReduceScatter,
-    Topology,
-    UnitPlan,
     enumerate_programs,
     ring,
 )
-from gckernels.sync.communication.communicators import Communicators
-from gckernels.sync.engine.engine import Engine
-from gckernels.sync.messages.encoded import EncodedMessage
-from gckernels.sync.messages.message import Unit
-from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.residuals import ENCODINGS, encoded_regions
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.sizes import sizes_of

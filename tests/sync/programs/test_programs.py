@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import gckernels
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity
 from gckernels.compressor import Compressor
-from gckernels.sync import (
+from gckernels.sync import Topology
+from gckernels.sync.programs import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -34,7 +35,6 @@ from gckernels.sync import (
     ProgramError,
     Reduce,
     ReduceScatter,
-    Topology,
     allreduce_sent_nbytes,
     default_program,
     enumerate_programs,

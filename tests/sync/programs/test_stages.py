@@ -6,7 +6,8 @@ import pytest
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD
 from gckernels.compressor import Compressor
-from gckernels.sync import (
+from gckernels.sync import Topology
+from gckernels.sync.programs import (
     ALLGATHER,
     ALLREDUCE,
     ALLTOALL,
@@ -17,7 +18,6 @@ from gckernels.sync import (
     Place,
     Program,
     ProgramError,
-    Topology,
     enumerate_programs,
     ring,
 )

@@ -12,9 +12,10 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, sync
-from gckernels.sync import ALLTOALL, HIERARCHICAL, Synchronizer, Topology, attach
+from gckernels.sync import Synchronizer, Topology, attach
 from gckernels.sync.communication import groups
 from gckernels.sync.communication.communicators import Communicators
+from gckernels.sync.programs import ALLTOALL, HIERARCHICAL
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.resources.memory_spaces import Places
 from models import SMALL_BUCKETS, build

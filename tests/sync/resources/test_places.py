@@ -13,7 +13,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gckernels import BlockQuant, TopK, sync
-from gckernels.sync import (
+from gckernels.sync import Synchronizer, Topology, UnitPlan
+from gckernels.sync.communication.communicators import DryCommunicators
+from gckernels.sync.messages.encoded import EncodedMessage
+from gckernels.sync.messages.message import Unit
+from gckernels.sync.messages.seeds import Seeds
+from gckernels.sync.programs import (
     ALLTOALL,
     AllGather,
     AllToAll,
@@ -23,16 +28,9 @@ from gckernels.sync import (
     Place,
     Program,
     ReduceScatter,
-    Synchronizer,
-    Topology,
-    UnitPlan,
     enumerate_programs,
     ring,
 )
-from gckernels.sync.communication.communicators import DryCommunicators
-from gckernels.sync.messages.encoded import EncodedMessage
-from gckernels.sync.messages.message import Unit
-from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs.rules import sites
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.feedback import Feedback

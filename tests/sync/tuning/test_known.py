@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import BlockQuant
-from gckernels.sync import Level, Place, Topology
+from gckernels.sync import Topology
 from gckernels.sync.communication.agreement import Failure
 from gckernels.sync.communication.ranks import Ranks
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
@@ -24,6 +24,7 @@ from gckernels.sync.predictive.codec_probe import ELEMENTS, measured_codec_speed
 from gckernels.sync.predictive.machine_cache import Since
 from gckernels.sync.predictive.measuring import Measured
 from gckernels.sync.profiling.measurements import codecs
+from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from planning import SimpleMachine
 from ranks import run_ranks, values_of

@@ -68,7 +68,9 @@ class Fixed(torch.nn.Module):
         return sum((gradients[name] * each).sum() for name, each in self.named_parameters())
 
 
-def norms_of_a_rank(compressor: str, program: str | sync.Program | None) -> tuple[torch.Tensor, torch.Tensor, bool]:
+def norms_of_a_rank(
+    compressor: str, program: str | sync.programs.Program | None
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """The norms that were read in the third step, and those that follow from gradients and residuals."""
     torch.manual_seed(dist.get_rank())
     model, method = Fixed(), from_spec(compressor)
@@ -143,7 +145,7 @@ def test_a_unit_without_a_gradient_has_no_reading_although_its_velocity_goes_on(
 
 
 def test_a_ring_reads_the_residual_of_all_shards():
-    for found, expected, _ in values_of(run_ranks(2, norms_of_a_rank, "BlockQuant(bits=4)", sync.ring(2))):
+    for found, expected, _ in values_of(run_ranks(2, norms_of_a_rank, "BlockQuant(bits=4)", sync.programs.ring(2))):
         torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=0)
         assert (found[1] > expected[1]).all(), "the gradients of both ranks are in the second half"
 
