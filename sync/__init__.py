@@ -2,8 +2,8 @@
 
 from . import programs as programs
 from .engine.timeline_recorder import record_timeline
-from .frontends.request import plan
-from .plans.builders import exempt_vectors, parted, spread_roots
+from .frontends.request import uniform_plan
+from .plans.builders import exempt_vectors
 from .plans.plan import Attached, Plan, PlanError, UnitPlan
 from .plans.prediction import Prediction
 from .profiling.request import profile
@@ -29,13 +29,11 @@ __all__ = [
     "UnitPlan",
     "attach",
     "exempt_vectors",
-    "parted",
-    "plan",
     "profile",
     "programs",
     "read_trace",
     "record_timeline",
-    "spread_roots",
     "trace_model",
+    "uniform_plan",
     "write_trace",
 ]

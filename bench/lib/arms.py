@@ -125,7 +125,7 @@ class Arm:
         if spec in (SILENT, *HOOKS):
             return use_hook(self.model, spec, self._group)
         compressor, _, program = spec.partition(THROUGH)
-        plan = sync.plan(self.model, compressor, program=program or None, topology=topology)
+        plan = sync.uniform_plan(self.model, compressor, program=program or None, topology=topology)
         self.attachment = sync.attach(self.model, plan)
         return None
 

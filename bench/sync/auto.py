@@ -194,7 +194,7 @@ def _plans(cell: Cell, setting: Setting, profile_s: int) -> tuple[dict[str, Plan
     model = setting.arm(PLAIN)
     for name in [name for name in cell.arms if name not in (PLAIN, AGAIN, *TUNED, *HOOKS, *POLICY_ARMS)]:
         compressor, _, program = name.partition(THROUGH)
-        plan = sync.plan(model.model, compressor, program=program or None, topology=setting.topology)
+        plan = sync.uniform_plan(model.model, compressor, program=program or None, topology=setting.topology)
         plans[name] = Planned(plan)
     policies = [name for name in cell.arms if name in POLICY_ARMS]
     if not plans and not policies:

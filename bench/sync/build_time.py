@@ -59,7 +59,7 @@ def main() -> None:
     for hidden in HIDDEN:
         parameters = transformer(LAYERS, hidden, "cpu")
         for name, program, topology in SETTINGS:
-            plan = sync.plan(
+            plan = sync.uniform_plan(
                 parameters.items(),
                 gckernels.EFSignSGD(),
                 program=program,

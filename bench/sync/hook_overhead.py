@@ -74,7 +74,7 @@ class Arms:
         for name, program in (("allreduce", sync.programs.ALLREDUCE), ("allgather", sync.programs.ALLGATHER)):
             self.models[f"identity {name}"] = self._attached("Identity", program)
             self.models[f"synchronizer {name}"] = alone = mlp().to(device)
-            plan = sync.plan(alone, gckernels.Identity(), program=program)
+            plan = sync.uniform_plan(alone, gckernels.Identity(), program=program)
             self._handles.append(sync.Synchronizer(alone, plan, bucket_cap_mb=BUCKET_CAP_MB))
 
     def _wrapped(self) -> DistributedDataParallel:
@@ -84,7 +84,7 @@ class Arms:
         self, spec: str, program: sync.programs.Program | None, start_step: int = 0
     ) -> DistributedDataParallel:
         model = self._wrapped()
-        plan = sync.plan(model, gckernels.from_spec(spec), program=program)
+        plan = sync.uniform_plan(model, gckernels.from_spec(spec), program=program)
         self._handles.append(sync.attach(model, plan, start_step=start_step))
         return model
 

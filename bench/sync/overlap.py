@@ -116,9 +116,9 @@ def plans(grads: dict[str, torch.Tensor], spec: str, program: sync.programs.Prog
     """Plans by name: one for each number of parts and channels, and the first again."""
     world_size, by_name = dist.get_world_size(), {}
     parameters = [(name, torch.nn.Parameter(grad)) for name, grad in grads.items()]
-    whole = sync.plan(parameters, gckernels.from_spec(spec), program=program, world_size=world_size)
+    whole = sync.uniform_plan(parameters, gckernels.from_spec(spec), program=program, world_size=world_size)
     for name, (parts, channels) in zip(arm_names(), itertools.product(PARTS, CHANNELS), strict=False):
-        plan = whole if parts == 1 else sync.parted(whole, -(-grads["large"].numel() // parts))
+        plan = whole if parts == 1 else whole.parted(-(-grads["large"].numel() // parts))
         if len(plan.units) != SMALL + parts:
             raise SystemExit(
                 f"--numel {grads['large'].numel()} is too small for {parts} parts beside parameters of {SMALL_SHAPE}"

@@ -238,7 +238,7 @@ def _plan_of(
         plan = POLICIES["auto"](Problem(trace, pricer, Attached.DDP, allowed))
     else:
         compressor, program = THROUGH.get(name, (name, None))
-        plan = sync.plan(model, compressor, program=program, topology=topology)
+        plan = sync.uniform_plan(model, compressor, program=program, topology=topology)
     return plan, time.perf_counter() - start_s
 
 

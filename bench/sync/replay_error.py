@@ -88,9 +88,9 @@ class Arm:
         steps = {**sync.programs.PROGRAMS, "ring": sync.programs.ring(ranks)}[program]
         in_place = steps == sync.programs.ALLREDUCE
         codec, steps = (gckernels.EFSignSGD(), None) if in_place else (gckernels.from_spec(spec), steps)
-        plan = sync.plan(self._model, codec, program=steps, topology=topology)
+        plan = sync.uniform_plan(self._model, codec, program=steps, topology=topology)
         plan = dataclasses.replace(plan, channels=channels)
-        plan = sync.parted(plan, MAX_NUMEL) if is_parted else plan
+        plan = plan.parted(MAX_NUMEL) if is_parted else plan
         self.attachment = sync.attach(self._model, plan, start_step=NEVER if in_place else 0)
 
     def step(self, batch: torch.Tensor, answers: torch.Tensor, path: Path) -> list[tuple[Replay, Replay]]:

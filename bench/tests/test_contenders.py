@@ -64,20 +64,20 @@ def test_a_plan_is_as_accurate_as_its_worst_use_of_a_compressor(model):
         ]
         return Trace("two layers", tuple(tensors), backward_s=0.05)
 
-    signs = sync.plan(model, "EFSignSGD", world_size=2)
+    signs = sync.uniform_plan(model, "EFSignSGD", world_size=2)
     assert accuracy_on(signs, trace(0.6)) == "aggressive"
     assert accuracy_on(signs, trace(0.95)) == accuracy_on(signs, trace(0.6, Role.EMBEDDING)) == "looser"
-    blocks = sync.plan(model, "BlockQuant(bits=4)", world_size=2)
+    blocks = sync.uniform_plan(model, "BlockQuant(bits=4)", world_size=2)
     assert accuracy_on(blocks, trace(0.6, Role.EMBEDDING)) == "safe"
-    assert accuracy_on(sync.plan(model, "Identity", world_size=2), trace(0.6)) == "exact"
+    assert accuracy_on(sync.uniform_plan(model, "Identity", world_size=2), trace(0.6)) == "exact"
 
 
 def test_equal_plans_are_measured_once(model):
-    plan = sync.plan(model, "BlockQuant", world_size=2)
-    nothing = sync.plan(model, "Identity", world_size=2)
+    plan = sync.uniform_plan(model, "BlockQuant", world_size=2)
+    nothing = sync.uniform_plan(model, "Identity", world_size=2)
     plans = {
         "a": plan,
-        "b": sync.plan(model, "EFSignSGD", world_size=2),
+        "b": sync.uniform_plan(model, "EFSignSGD", world_size=2),
         "c": plan.attached_by(sync.Attached.DDP),
         "d": nothing,
     }
@@ -85,15 +85,15 @@ def test_equal_plans_are_measured_once(model):
 
 
 def test_summaries_have_shares_of_the_elements(model):
-    assert summary(sync.plan(model, "Identity", world_size=2)) == "nothing"
-    found = summary(sync.plan(model, "BlockQuant", world_size=2))
+    assert summary(sync.uniform_plan(model, "Identity", world_size=2)) == "nothing"
+    found = summary(sync.uniform_plan(model, "BlockQuant", world_size=2))
     weights = (96 * 96 + 96 * 32) / (96 * 96 + 96 * 32 + 128)
     assert found.startswith(f"{weights:.1%} BlockQuant through allgather, ") and found.endswith(
         " Identity through allgather"
     )
-    four_bits = summary(sync.plan(model, "BlockQuant(bits=4)", world_size=2))
+    four_bits = summary(sync.uniform_plan(model, "BlockQuant(bits=4)", world_size=2))
     assert f"{weights:.1%} BlockQuant(bits=4) through" in four_bits
-    assert "PowerSGD through powersgd" in summary(sync.plan(model, "PowerSGD(rank=4)", world_size=2))
+    assert "PowerSGD through powersgd" in summary(sync.uniform_plan(model, "PowerSGD(rank=4)", world_size=2))
 
 
 def test_pieces():

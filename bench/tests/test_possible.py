@@ -8,7 +8,7 @@ import pytest
 
 import gckernels
 from bench.planner.possible import COMPRESSORS, links_s, problem_of, ranks_s, rows_of
-from gckernels.sync import Plan, Topology, UnitPlan, parted
+from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import machine_names
 from gckernels.sync.planner.machines.machine import Overheads, Shared
@@ -72,7 +72,7 @@ def random_plan(draw: random.Random, trace: Trace, topology: Topology, attached:
         unit = UnitPlan(tensor.name, tensor.numel, method, program, False, root=draw.choice(roots), launch=launch)
         units.append(unit)
     plan = Plan(tuple(units), topology, channels=draw.randint(1, 2), attached=attached)
-    return parted(plan, 1 << 18) if draw.random() < 0.5 else plan
+    return plan.parted(1 << 18) if draw.random() < 0.5 else plan
 
 
 def check(seeds: range) -> None:

@@ -303,7 +303,9 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
     handle, start_step = None, int(recipe.exact * model.steps)
     if spec != PLAIN:
         compressor = recipe.compressor(spec, model.adamw, model.steps)
-        handle = sync.attach(ddp, sync.plan(ddp, compressor, exempt=recipe.exempt), seed=seed, start_step=start_step)
+        handle = sync.attach(
+            ddp, sync.uniform_plan(ddp, compressor, exempt=recipe.exempt), seed=seed, start_step=start_step
+        )
     timer = common.StepTimer(device)
     try:
         model.train(ddp, device, timer, recipe)

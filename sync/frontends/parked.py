@@ -10,7 +10,7 @@ from torch.amp import GradScaler
 from gckernels.ops import Identity
 
 from ..engine.step_copies import StepCopies
-from ..plans.builders import uniform_plan
+from ..plans.builders import plan_of_parameters
 from ..plans.strides import in_memory
 from ..programs.residuals import ENCODINGS
 from ..resources.feedback import KINDS, Feedback
@@ -47,7 +47,7 @@ class Parked:
         self._feedback = Feedback(Places.of(device))
         self._copies: StepCopies | None = None
         if scaler is not None or can_discard:
-            whole = uniform_plan(parameters, Identity(), 1)
+            whole = plan_of_parameters(parameters, Identity(), 1)
             self._copies = StepCopies(scaler, self._feedback, whole, parameters, device)
         self._has_begun = False  # the step that runs, with copies
         self._delivers, self._has_delivered = False, False  # in the step that runs, and in the last one

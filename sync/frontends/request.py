@@ -1,4 +1,4 @@
-"""Plans that users ask for: :func:`plan` makes one, :class:`Request` checks what ``attach`` is given."""
+"""Plans that users ask for: :func:`uniform_plan` makes one, :class:`Request` checks what ``attach`` is given."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
-from ..plans.builders import uniform_plan
+from ..plans.builders import plan_of_parameters
 from ..plans.plan import Attached, Plan, PlanError
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
@@ -27,7 +27,7 @@ from .checks.models import ddp_parameters, refuse_without_shape, why_uncompresse
 _CALLERS = {Attached.DDP: "attach", Attached.SYNCHRONIZER: "Synchronizer"}
 
 
-def plan(
+def uniform_plan(
     model: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]],
     compressor: Compressor | str,
     *,
@@ -66,21 +66,21 @@ def plan(
     """
     unwrapped = getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
     ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
-    parameters = as_named_parameters("plan", model) if ddp_model is None else ddp_parameters(ddp_model)
-    refuse_without_shape("plan", parameters)
-    method = as_method("plan: compressor", compressor)
-    steps = as_program("plan", program)
-    is_exempt = None if exempt == "default" else as_exempt("plan", exempt, parameters)
-    shape = as_topology("plan", topology)
+    parameters = as_named_parameters("uniform_plan", model) if ddp_model is None else ddp_parameters(ddp_model)
+    refuse_without_shape("uniform_plan", parameters)
+    method = as_method("uniform_plan: compressor", compressor)
+    steps = as_program("uniform_plan", program)
+    is_exempt = None if exempt == "default" else as_exempt("uniform_plan", exempt, parameters)
+    shape = as_topology("uniform_plan", topology)
     if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ValueError(f"plan: world_size must be None or an int from 1 up, got {world_size!r}")
+        raise ValueError(f"uniform_plan: world_size must be None or an int from 1 up, got {world_size!r}")
     if world_size is None and shape is not None:
         world_size = shape.world_size
     if world_size is None:
         if not dist.is_initialized():
-            raise ValueError("plan: world_size must be given, because torch.distributed is not initialised")
+            raise ValueError("uniform_plan: world_size must be given, because torch.distributed is not initialised")
         world_size = dist.get_world_size(None if ddp_model is None else ddp_model.process_group)
-    made = uniform_plan(parameters, method, world_size, steps, is_exempt, shape)
+    made = plan_of_parameters(parameters, method, world_size, steps, is_exempt, shape)
     made.check(parameters.items(), world_size)
     return made
 
@@ -145,7 +145,7 @@ class Request:
     @property
     def _advice(self) -> str:
         """The ways to get a plan that fits, for errors."""
-        advice = "make a plan for this model and these ranks, with sync.plan or gckernels plan"
+        advice = "make a plan for this model and these ranks, with sync.uniform_plan or gckernels plan"
         return f"{advice}; strict=False averages exactly what does not fit the model" if self.strict else advice
 
     def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
@@ -159,7 +159,7 @@ class Request:
                 warnings.warn(f"{self.caller}: the plan does not fit the model:\n  {listed}", stacklevel=2)
             return fitted, f"plan {self.plan.fingerprint()[:16]}"
         compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan")
-        made = uniform_plan(parameters, compressor, world_size)
+        made = plan_of_parameters(parameters, compressor, world_size)
         if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
             why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
             goes_on = "gradients are averaged exactly"

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gckernels.codec import CHUNK_ALIGN
 from gckernels.compressor import MAX_JSON_DEPTH, too_deep
 
 from ..programs.topology import Topology
@@ -23,7 +24,7 @@ from .checks import contradictions, fitted_units, misfits
 from .json_files import read_json, write_whole
 from .parameters import differentiable
 from .prediction import Prediction
-from .units import MAX_CHANNELS, PlanError, UnitPlan
+from .units import MAX_CHANNELS, PlanError, UnitPlan, parted, with_spread_roots
 
 __all__ = ["Attached", "Plan", "PlanError", "UnitPlan"]
 
@@ -95,6 +96,28 @@ class Plan:
         """The plan with other units, and without its prediction, unless the units are the same."""
         changed = tuple(units)
         return self if changed == self.units else replace(self, units=changed, prediction=None)
+
+    def parted(self, max_numel: int) -> Plan:
+        """The plan with large units cut into parts, so that encoding, sending and decoding of the parts overlap.
+
+        Each unit becomes as few equal parts as have at most ``max_numel`` elements each. Every part is a message by
+        itself, and takes the next channel. Merged units, and units of compressors that take whole parameters, stay
+        whole.
+
+        Raises:
+            ValueError: ``max_numel`` is less than 16.
+        """
+        if type(max_numel) is not int or max_numel < CHUNK_ALIGN:
+            raise ValueError(f"parted: max_numel must be an int from {CHUNK_ALIGN} up, got {max_numel!r}")
+        return self.with_units(parted(self.units, max_numel))
+
+    def spread_roots(self, world_size: int) -> Plan:
+        """The plan with the roots of its units spread over the ranks.
+
+        From the largest unit to the smallest, each gets the rank that has the fewest elements so far as its root. Units
+        whose programs have no root stay as they are.
+        """
+        return self.with_units(with_spread_roots(self.units, world_size))
 
     def attached_by(self, attached: Attached | None) -> Plan:
         """The plan for another way to attach it, without its prediction. For DDP it loses its launches."""

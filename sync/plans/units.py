@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
 from gckernels.compressor import Compressor, from_json
 
 from ..programs.named import ALLREDUCE
-from ..programs.steps import Program, program_from_json, program_to_json
+from ..programs.steps import Broadcast, Program, program_from_json, program_to_json
 from .parameters import plain_name
 
 MAX_CHANNELS = 64  # each channel has its own process groups and lanes
@@ -148,3 +150,27 @@ class UnitPlan:
 
 
 _ENTRIES = tuple(field.name for field in fields(UnitPlan))
+
+
+def parted(units: Iterable[UnitPlan], max_numel: int) -> Iterator[UnitPlan]:
+    """The units, of which large ones are cut into parts, as :meth:`Plan.parted` documents it."""
+    for unit in units:
+        if unit.numel <= max_numel or unit.also or not isinstance(unit.compressor, Codec):
+            yield unit
+            continue
+        size = min(chunk_numel(unit.numel, -(-unit.numel // max_numel)), max_numel // CHUNK_ALIGN * CHUNK_ALIGN)
+        first = unit.start or 0
+        for start in range(0, unit.numel, size):
+            numel = min(size, unit.numel - start)
+            yield replace(unit, start=first + start, numel=numel, message=None, channel=None)
+
+
+def with_spread_roots(units: Sequence[UnitPlan], world_size: int) -> Iterator[UnitPlan]:
+    """The units with their roots spread over the ranks, as :meth:`Plan.spread_roots` documents it."""
+    load = [(0, rank) for rank in range(world_size)]  # a heap
+    roots: dict[int, int] = {}
+    for index in sorted(range(len(units)), key=lambda index: (-units[index].numel, index)):
+        if any(isinstance(step, Broadcast) for step in units[index].program):
+            least, roots[index] = load[0]
+            heapq.heapreplace(load, (least + units[index].numel, roots[index]))
+    return (replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(units))

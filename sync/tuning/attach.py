@@ -47,11 +47,11 @@ def attach(
     if several plans are close, and for up to 400 steps if noise hides whether one is faster. Whatever fails ends this
     with a warning, and plain DDP goes on.
 
-    With a plan, that says which parameters are compressed, and how they are sent; :func:`~gckernels.sync.plan` makes
-    plans::
+    With a plan, that says which parameters are compressed, and how they are sent;
+    :func:`~gckernels.sync.uniform_plan` makes plans::
 
         attach(ddp_model, "EFSignSGD")
-        attach(ddp_model, sync.plan(ddp_model, "EFSignSGD", program="allgather", exempt=["embedding.weight"]))
+        attach(ddp_model, sync.uniform_plan(ddp_model, "EFSignSGD", program="allgather", exempt=["embedding.weight"]))
 
     The model keeps its attachment, which ends when the model is gone. No parameter may have another attachment, or a
     :class:`~gckernels.sync.Synchronizer`, at the same time.
@@ -64,8 +64,9 @@ def attach(
     Args:
         ddp_model: the wrapped model, with no communication hook registered yet.
         plan: a plan that names all parameters; or a compressor such as ``EFSignSGD()``, or its spec such as
-            ``"BlockQuant(bits=4)"``, for the plan that ``sync.plan(ddp_model, compressor)`` makes. If a compressor
-            applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it. ``None`` to find one.
+            ``"BlockQuant(bits=4)"``, for the plan that ``sync.uniform_plan(ddp_model, compressor)`` makes. If a
+            compressor applies a momentum (``DGC``) and the optimizer does, too, the first step warns of it. ``None`` to
+            find one.
         accuracy: without a plan, the compressors that may be used. ``"exact"`` is none; ``"safe"`` those that lose
             nothing; ``"aggressive"`` also those that may lose a little, after a tenth of the training; a number from 0
             to 1 the largest relative error of a gradient, which is aggressive above 0.2; or a list of compressors. A

@@ -42,7 +42,8 @@ class Synchronizer(Tunable, PlanSynchronizer, Reported):
             model later, backward or the optimizer's step says so, and another synchronizer can be constructed.
         plan: a plan, which may merge parameters here, and may leave out frozen ones: if these are thawed, they are
             averaged exactly, and a warning names them. Or a compressor such as ``EFSignSGD()``, or its spec such as
-            ``"BlockQuant(bits=4)"``, for the plan that :func:`gckernels.sync.plan` makes with it. ``None`` to find one.
+            ``"BlockQuant(bits=4)"``, for the plan that :func:`gckernels.sync.uniform_plan` makes with it. ``None`` to
+            find one.
         accuracy, steps, replan: as for :func:`~gckernels.sync.attach`, without a plan.
         strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
             have another size, are averaged exactly, and a warning lists them.

@@ -38,8 +38,8 @@ TopK().ration  # error: no attribute "ration"
 
 
 def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> None:
-    plan: sync.Plan = sync.plan(ddp_model, "TopK", program="alltoall", exempt=["0.bias"], topology=(2, 4))
-    sync.plan(module.named_parameters(), TopK(), program=sync.programs.ring(8), exempt=None, world_size=8)
+    plan: sync.Plan = sync.uniform_plan(ddp_model, "TopK", program="alltoall", exempt=["0.bias"], topology=(2, 4))
+    sync.uniform_plan(module.named_parameters(), TopK(), program=sync.programs.ring(8), exempt=None, world_size=8)
     sync.attach(ddp_model, plan, start_step=100).close()
     sync.attach(ddp_model, EFSignSGD(), seed=1)
     sync.attach(ddp_model, accuracy="aggressive", steps=10_000).report("report.html")
@@ -51,8 +51,8 @@ def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> Non
     sync.attach(module, plan)  # error: expected "DistributedDataParallel"
     sync.attach(ddp_model, "TopK", program="alltoall")  # error: keyword argument "program"
     sync.Synchronizer(module, "TopK", exempt=None)  # error: keyword argument "exempt"
-    sync.plan(ddp_model, "TopK", progam="alltoall")  # error: keyword argument "progam"
-    sync.plan(ddp_model, "TopK", topology=8)  # error: incompatible type "int"
+    sync.uniform_plan(ddp_model, "TopK", progam="alltoall")  # error: keyword argument "progam"
+    sync.uniform_plan(ddp_model, "TopK", topology=8)  # error: incompatible type "int"
 """
 
 

@@ -62,7 +62,7 @@ def train(run: Run) -> str:
     hooked = DistributedDataParallel(module, **run.options)
     compressor, program = gckernels.from_spec(run.compressor), PROGRAMS[run.program]
     attachment = attach(
-        hooked, sync.plan(hooked, compressor, program=program, topology=topology(world_size)), seed=world_size
+        hooked, sync.uniform_plan(hooked, compressor, program=program, topology=topology(world_size)), seed=world_size
     )
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.5)
     digests = []
@@ -114,7 +114,7 @@ def audit(run: Run) -> Audit:
         plan = mixed_plan(parameters)
     else:
         compressor = gckernels.from_spec(run.compressor)
-        plan = sync.plan(
+        plan = sync.uniform_plan(
             parameters.items(),
             compressor,
             program=PROGRAMS[run.program],

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, ChunkTopK, EFSignSGD, Identity, PowerSGD, sync
-from gckernels.sync import Attachment, Plan, Synchronizer, attach, parted
+from gckernels.sync import Attachment, Plan, Synchronizer, attach
 from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
 from models import SMALL_BUCKETS, build
 from workloads import mass_of, summed
@@ -22,7 +22,7 @@ def plans(model: nn.Module, topology: tuple[int, int]) -> dict[str, Plan]:
     world_size = topology[0] * topology[1]
 
     def made(compressor: Any, **more: Any) -> Plan:
-        return sync.plan(model, compressor, **more)
+        return sync.uniform_plan(model, compressor, **more)
 
     return {
         "none": made(Identity(), program=ALLREDUCE),
@@ -30,7 +30,7 @@ def plans(model: nn.Module, topology: tuple[int, int]) -> dict[str, Plan]:
         "ring": made(ChunkTopK(), program=ring(world_size)),
         "root": made(EFSignSGD(), program=PARAMETER_SERVER),
         "low rank": made(PowerSGD(rank=1)),
-        "parts": parted(made(EFSignSGD(), program="allgather"), 512),
+        "parts": made(EFSignSGD(), program="allgather").parted(512),
         "8 bits": made(BlockQuant()),
         "levels": made(EFSignSGD(), program="hierarchical", topology=topology),
     }
@@ -48,7 +48,7 @@ class Training:
         self.module = build("Mlp")
         self.model: Any = self.module
         self.handle: Attachment | Synchronizer
-        nothing = sync.plan(self.module, Identity(), program=ALLREDUCE)
+        nothing = sync.uniform_plan(self.module, Identity(), program=ALLREDUCE)
         if front == "attach":
             self.model = DistributedDataParallel(self.module, bucket_cap_mb=SMALL_BUCKETS)
             self.handle = attach(self.model, nothing)

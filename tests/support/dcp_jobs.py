@@ -45,7 +45,7 @@ class Job:
         self.module = build("Mlp", seed=seed)
         self.model: torch.nn.Module = self.module
         self.sync: Attachment | Synchronizer
-        plan = sync.plan(self.module, compressor, program=programs[program], topology=topology(ranks))
+        plan = sync.uniform_plan(self.module, compressor, program=programs[program], topology=topology(ranks))
         if front == "hook":
             self.model = DistributedDataParallel(self.module, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
             self.sync = attach(self.model, plan, **more)

@@ -268,7 +268,7 @@ class Fuzz:
             handle = self.attach()
         elif event == "change" and self.choose.random() < 0.3:
             spec = self.choose.choice(sorted(SPECS))
-            handle.change_plan(sync.plan(self.model, SPECS[spec], exempt=None, world_size=self.world_size))
+            handle.change_plan(sync.uniform_plan(self.model, SPECS[spec], exempt=None, world_size=self.world_size))
         else:
             return handle
         self.log.append(event)

@@ -43,7 +43,7 @@ class Training:
         self.module = build("Mlp")
         self.parameters = dict(self.module.named_parameters())
         compressor, where = gckernels.from_spec(spec), topology(self.world_size)
-        plan = sync.plan(
+        plan = sync.uniform_plan(
             self.parameters.items(), compressor, program=PROGRAMS[program], topology=where, world_size=self.world_size
         )
         settings: dict[str, Any] = {"grad_scaler": scaler} if notified else {}

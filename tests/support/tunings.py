@@ -31,7 +31,7 @@ def predicted(plan: sync.Plan, policy: str) -> sync.Plan:
 
 def proposal_of(model: Any, specs: Mapping[str, str], world_size: int | None = None) -> Proposal:
     """A proposal of plans with one compressor each, by their names."""
-    made = {name: sync.plan(model, spec, exempt=None, world_size=world_size) for name, spec in specs.items()}
+    made = {name: sync.uniform_plan(model, spec, exempt=None, world_size=world_size) for name, spec in specs.items()}
     plans = tuple(predicted(plan, name) for name, plan in made.items())
     return Proposal(plans, 1.0)
 

@@ -53,7 +53,9 @@ def _span(setting: Setting, first: int, file: Path) -> str:
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.05, momentum=0.9)
     where = topology(dist.get_world_size())
     attachment = attach(
-        hooked, sync.plan(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], topology=where), seed=7
+        hooked,
+        sync.uniform_plan(hooked, gckernels.from_spec(compressor), program=PROGRAMS[program], topology=where),
+        seed=7,
     )
     if state is not None:
         optimizer.load_state_dict(state["optimizer"])
@@ -97,7 +99,7 @@ def refusals() -> list[str]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(hooked, sync.plan(hooked, BlockQuant(), program=PROGRAMS["alltoall"]))
+    attachment = attach(hooked, sync.uniform_plan(hooked, BlockQuant(), program=PROGRAMS["alltoall"]))
     for step in range(3):
         hooked(module.batch(step, rank)).backward()
     good = attachment.state_dict()
@@ -115,7 +117,7 @@ def refusals() -> list[str]:
     _assert_same(attachment, good)
     attachment.close()
     fresh = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    unused = attach(fresh, sync.plan(fresh, BlockQuant(), program=PROGRAMS["alltoall"]))
+    unused = attach(fresh, sync.uniform_plan(fresh, BlockQuant(), program=PROGRAMS["alltoall"]))
     for bad in _bad_states(good, rank, world_size):  # before any step no residual exists to compare with
         with pytest.raises(ValueError):
             unused.load_state_dict(bad)
@@ -233,7 +235,9 @@ def of_another_compressor(names: list[tuple[str, str]]) -> list[str]:
         for number, name in enumerate((saved, loaded)):
             module = build("Mlp")
             hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-            attachment = attach(hooked, sync.plan(hooked, gckernels.from_spec(name), program=PROGRAMS["allgather"]))
+            attachment = attach(
+                hooked, sync.uniform_plan(hooked, gckernels.from_spec(name), program=PROGRAMS["allgather"])
+            )
             if number == 0:
                 for step in range(3):
                     hooked(module.batch(step, dist.get_rank())).backward()
@@ -276,7 +280,8 @@ def sizes() -> dict[str, Any]:
         module = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Linear(100, 10))
         hooked = DistributedDataParallel(module, bucket_cap_mb=0.001)
         attachment = attach(
-            hooked, sync.plan(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size()))
+            hooked,
+            sync.uniform_plan(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size())),
         )
         sent = []
         for _ in range(4):

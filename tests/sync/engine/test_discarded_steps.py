@@ -74,7 +74,7 @@ def unused_while_changing(front: str, is_exact: bool) -> tuple[list[bool], float
     changing = []
     for number in range(9):
         if number == 4:
-            other = sync.plan(training.parameters.items(), gckernels.BlockQuant(), world_size=world_size)
+            other = sync.uniform_plan(training.parameters.items(), gckernels.BlockQuant(), world_size=world_size)
             training.attachment.change_plan(other)
         inputs = training.module.batch(number, training.rank)
         mine = torch.autograd.grad(training.module(inputs), list(training.parameters.values()))

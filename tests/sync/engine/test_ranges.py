@@ -22,7 +22,7 @@ def train(compressor: str, program: str, around: AbstractContextManager[Any]) ->
     """The gradients of a step inside ``around``, and its number of messages."""
     module, rank = build("Mlp"), dist.get_rank()
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = sync.attach(hooked, sync.plan(hooked, compressor, program=program))
+    attachment = sync.attach(hooked, sync.uniform_plan(hooked, compressor, program=program))
     hooked(module.batch(0, rank)).backward()
     hooked.zero_grad()
     attachment.trace_next_step()

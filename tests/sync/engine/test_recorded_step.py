@@ -41,7 +41,7 @@ def test_nothing_is_exposed_if_the_last_message_ends_first():
 def train_and_trace(path: str) -> tuple[list[RecordedStep | None], float]:
     module, rank = build("Mlp"), dist.get_rank()
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = sync.attach(hooked, sync.plan(hooked, "EFSignSGD", program="allgather"))
+    attachment = sync.attach(hooked, sync.uniform_plan(hooked, "EFSignSGD", program="allgather"))
     seen = []
     for step in range(6):
         if step in (2, 4):
@@ -79,7 +79,7 @@ def trace_changes() -> list[tuple[str, str | None, bool]]:
     """After each step, the plan that runs, the plan of the traced step, and whether its overlap is a figure."""
     module, rank = build("Mlp"), dist.get_rank()
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    plans = [sync.plan(hooked, name, exempt=None) for name in ("EFSignSGD", "BlockQuant", "Identity")]
+    plans = [sync.uniform_plan(hooked, name, exempt=None) for name in ("EFSignSGD", "BlockQuant", "Identity")]
     attachment = sync.attach(hooked, plans[0])
     names = {plan.fingerprint(): type(plan.units[0].compressor).__name__ for plan in plans} | {None: None}
     attachment.trace_next_step()

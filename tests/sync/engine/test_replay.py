@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import from_spec
-from gckernels.sync import Plan, Synchronizer, Topology, UnitPlan, parted, plan, record_timeline
+from gckernels.sync import Plan, Synchronizer, Topology, UnitPlan, plan, record_timeline
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
@@ -53,7 +53,7 @@ def plan_of(model: torch.nn.Module, spec: str, program: str, channels: int, max_
     pairs = zip(planned.units, dense.units, strict=True)
     units = tuple(other if index % 3 == 2 else unit for index, (unit, other) in enumerate(pairs))
     planned = dataclasses.replace(planned, units=units, channels=channels)
-    return planned if max_numel is None else parted(planned, max_numel)
+    return planned if max_numel is None else planned.parted(max_numel)
 
 
 def model() -> torch.nn.Module:

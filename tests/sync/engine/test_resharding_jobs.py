@@ -42,7 +42,9 @@ def _job(setting: tuple[str, str], seed: int) -> tuple[torch.nn.Module, Distribu
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.02)
     steps = {"default": None, "ring": ring(dist.get_world_size())} | PROGRAMS
-    attachment = attach(hooked, sync.plan(hooked, gckernels.from_spec(compressor), program=steps[program]), seed=7)
+    attachment = attach(
+        hooked, sync.uniform_plan(hooked, gckernels.from_spec(compressor), program=steps[program]), seed=7
+    )
     return module, hooked, optimizer, attachment
 
 

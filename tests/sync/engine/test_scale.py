@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import EFSignSGD, sync
-from gckernels.sync import Plan, Topology, parted
+from gckernels.sync import Plan, Topology
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives
@@ -132,7 +132,7 @@ def parameters() -> dict[str, torch.nn.Parameter]:
 
 
 def plan_of(parameters: dict[str, torch.nn.Parameter], program: Program, topology: Topology) -> Plan:
-    plan = sync.plan(
+    plan = sync.uniform_plan(
         parameters.items(), EFSignSGD(), program=program, topology=topology, world_size=topology.world_size
     )
     plan.check(parameters.items(), topology.world_size)
@@ -219,7 +219,7 @@ def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, paramete
 def test_channels_are_the_same_on_all_ranks(wire, parameters):
     """The parts of a parameter are separate messages, which take the channels in turn."""
     few = dict(list(parameters.items())[:24])
-    plan = parted(plan_of(few, HIERARCHICAL, LARGE), 2**18)
+    plan = plan_of(few, HIERARCHICAL, LARGE).parted(2**18)
     plan = Plan(plan.units, plan.topology, channels=3)
     first, *others = (sent_by(wire, plan, few, rank, LARGE) for rank in (0, 1, 511, 1023))
     assert {group.channel for group in first.sent} == {0, 1, 2}
@@ -252,7 +252,7 @@ def building(program: Program, topology: Topology, layers: int, max_numel: int |
     def work() -> None:
         plan = plan_of(few, program, topology)
         if max_numel is not None:
-            plan = parted(plan, max_numel)
+            plan = plan.parted(max_numel)
             plan.check(few.items(), topology.world_size)
         plan.lines()
         assert built(plan, few, Asked(1, topology), 1.0)

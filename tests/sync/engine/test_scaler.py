@@ -37,7 +37,7 @@ def train_with_scaler(compressor: str, program: str, front: str = "hook") -> tup
     for name, parameter in parameters.items():
         parameter.register_hook(lambda grad, name=name: _poisoned(grad, poison if name == _target(step) else []))
     plan = with_feedback(
-        sync.plan(
+        sync.uniform_plan(
             parameters.items(),
             gckernels.from_spec(compressor),
             program=PROGRAMS[program],

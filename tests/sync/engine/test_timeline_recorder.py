@@ -53,7 +53,7 @@ def train_traced(path: str, compressor: str, program: str) -> float:
     rank, module = dist.get_rank(), build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     codec, around = gckernels.from_spec(compressor), topology(dist.get_world_size())
-    attachment = attach(hooked, sync.plan(hooked, codec, program=ALL[program], topology=around))
+    attachment = attach(hooked, sync.uniform_plan(hooked, codec, program=ALL[program], topology=around))
     with record_timeline(path):
         for step in range(STEPS):
             hooked(module.batch(step, rank)).backward()
@@ -85,7 +85,7 @@ def test_a_trace_has_every_stage_of_every_rank(tmp_path, compressor, program):
 
 def train_in_place(path: str) -> float:
     module = build("Mlp")
-    nothing = sync.plan(module, gckernels.Identity(), program=PROGRAMS["allreduce"])
+    nothing = sync.uniform_plan(module, gckernels.Identity(), program=PROGRAMS["allreduce"])
     synchronizer = sync.Synchronizer(module, nothing, bucket_cap_mb=SMALL_BUCKETS)
     with record_timeline(path):
         for step in range(STEPS):
@@ -180,7 +180,7 @@ def test_without_a_trace_nothing_is_recorded():
 def raise_in_a_trace(path: str, faulty: list[int]) -> None:
     rank, module = dist.get_rank(), build("Mlp")
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    attachment = attach(hooked, sync.plan(hooked, gckernels.BlockQuant(), program=PROGRAMS["alltoall"]))
+    attachment = attach(hooked, sync.uniform_plan(hooked, gckernels.BlockQuant(), program=PROGRAMS["alltoall"]))
     try:
         with record_timeline(path):
             for step in range(STEPS):

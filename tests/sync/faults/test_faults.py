@@ -55,10 +55,10 @@ class Seen:
 def _taken(front: str, module: torch.nn.Module, compressor: Codec, program: str) -> tuple[torch.nn.Module, Any]:
     """The model to train, and the attachment or synchronizer."""
     if front == "synchronizer":
-        plan = sync.plan(module, compressor, program=program)
+        plan = sync.uniform_plan(module, compressor, program=program)
         return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    return hooked, attach(hooked, sync.plan(hooked, compressor, program=program))
+    return hooked, attach(hooked, sync.uniform_plan(hooked, compressor, program=program))
 
 
 def train_until_a_fault(fault: str, at_step: int, program: str, front: str) -> Seen | None:

@@ -31,7 +31,7 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 def _taken(front: str, module: nn.Module, program: str) -> tuple[nn.Module, Any]:
-    plan = sync.plan(module, EFSignSGD(), program=program)
+    plan = sync.uniform_plan(module, EFSignSGD(), program=program)
     if front == "synchronizer":
         return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
@@ -209,7 +209,7 @@ def half_encoded() -> list[float]:
 
     module = build("Mlp")
     synchronizer = Synchronizer(
-        module, sync.plan(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
+        module, sync.uniform_plan(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
     )
     module(module.batch(0, dist.get_rank())).backward()
     with pytest.MonkeyPatch.context() as patch:

@@ -46,7 +46,7 @@ def change_until_a_fault(front: str, point: str) -> str:
         if is_faulty and point == "before the change":
             die()
         if not (is_faulty and point == "another way"):
-            handle.change_plan(sync.plan(model, EFSignSGD(), program="parameter_server"))
+            handle.change_plan(sync.uniform_plan(model, EFSignSGD(), program="parameter_server"))
         if is_faulty and point == "in the exact step":
             module.get_parameter("layers.2.weight").register_hook(die)
         if is_faulty and point == "at its end":

@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
 def train_until_a_rank_dies(how: str, dies_at: str) -> tuple[int, float, list[str]]:
     """The step that raised, the seconds that it took, and the errors of the step and the next one."""
     rank, module = dist.get_rank(), build("Mlp")
-    plan = launched(sync.plan(module, EFSignSGD(), exempt=None), how)
+    plan = launched(sync.uniform_plan(module, EFSignSGD(), exempt=None), how)
     synchronizer = Synchronizer(module, plan)
     step = 0
 

@@ -182,7 +182,7 @@ def train(compressor: str, program: Program, faults: Faults, front: str, unused:
     step."""
     rank = dist.get_rank()
     module = build("Backwards")  # every rank has a part of every parameter
-    plan = sync.plan(module, compressor, program=program, exempt=None)
+    plan = sync.uniform_plan(module, compressor, program=program, exempt=None)
     model: torch.nn.Module = module
     if front == "hook":
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)

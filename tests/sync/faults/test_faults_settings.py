@@ -36,7 +36,7 @@ def _taken(front: str, module: nn.Module, what: Any, **settings: Any) -> Trained
 
 
 def _plan(module: nn.Module) -> Plan:
-    return sync.plan(module.named_parameters(), BlockQuant(), world_size=dist.get_world_size())
+    return sync.uniform_plan(module.named_parameters(), BlockQuant(), world_size=dist.get_world_size())
 
 
 def _another_version(front: str, other: bool) -> None:

@@ -25,8 +25,8 @@ def handle_of(front: str, compressor: Any, **program: Any) -> tuple[Any, Any]:
     module: Any = build("Mlp")
     if front == "attach":
         ddp_model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-        return ddp_model, attach(ddp_model, sync.plan(ddp_model, compressor, **program))
-    return module, Synchronizer(module, sync.plan(module, compressor, **program), bucket_cap_mb=SMALL_BUCKETS)
+        return ddp_model, attach(ddp_model, sync.uniform_plan(ddp_model, compressor, **program))
+    return module, Synchronizer(module, sync.uniform_plan(module, compressor, **program), bucket_cap_mb=SMALL_BUCKETS)
 
 
 def train(model: Any, steps: int) -> None:
@@ -65,7 +65,7 @@ def adopted(
         assert handle.state_dict()["step"] == 3
         for name, mass in mass_of(handle).items():
             torch.testing.assert_close(mass, masses[name], rtol=0, atol=1e-6)
-        handle.change_plan(sync.plan(model, Identity(), program=ALLREDUCE))
+        handle.change_plan(sync.uniform_plan(model, Identity(), program=ALLREDUCE))
         train(model, 2)
         assert not handle.is_changing
         handle.close()
@@ -109,7 +109,7 @@ def test_nothing_is_adopted_from_wrong_states():
 def test_a_plan_is_resumable_on_any_number_of_ranks():
     parameters = dict(build("Mlp").named_parameters())
     for compressor, program in ((EFSignSGD(), ring(4)), (EFSignSGD(), PARAMETER_SERVER), (PowerSGD(), None)):
-        plan = sync.plan(parameters.items(), compressor, program=program, world_size=4)
+        plan = sync.uniform_plan(parameters.items(), compressor, program=program, world_size=4)
         assert resumable(plan, parameters, 4) is plan
         for world_size in (1, 2, 3, 8):
             found = resumable(plan, parameters, world_size)

@@ -50,7 +50,7 @@ def _frozen(model: DistributedDataParallel) -> DistributedDataParallel:
 
 
 def _plan(model: DistributedDataParallel, **settings: Any) -> Plan:
-    return sync.plan(model, BlockQuant(), **settings)
+    return sync.uniform_plan(model, BlockQuant(), **settings)
 
 
 def _through(program: Program, plan: Plan) -> Plan:

@@ -60,7 +60,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
         module = build("Mlp")
         where = topology(world_size)
         steps = placed(PROGRAMS[program], place)
-        plan = sync.plan(
+        plan = sync.uniform_plan(
             module.named_parameters(),
             gckernels.from_spec(compressor),
             program=steps,
@@ -112,7 +112,7 @@ def check_taken(pairs: list[tuple[str, str]], outcomes: list[list[tuple[int, int
 
 def test_within_a_budget():
     parameters = dict(build("Mlp").named_parameters())
-    plan = sync.plan(parameters.items(), EFSignSGD(), program=ALLTOALL, world_size=4)
+    plan = sync.uniform_plan(parameters.items(), EFSignSGD(), program=ALLTOALL, world_size=4)
     dtypes = dict.fromkeys(parameters, torch.float32)
     needs = dict(zip(parameters, plan_nbytes(plan, dtypes, plan.topology_of(4)), strict=True))
     total, largest = sum(needs.values()), max(needs, key=needs.__getitem__)

@@ -35,7 +35,7 @@ def plan_of(module: nn.Module) -> sync.Plan:
     """A plan in which every matrix has another method."""
     units = []
     for spec, (name, weight) in zip(SPECS, module.named_parameters(), strict=True):
-        (unit,) = sync.plan([(name, weight)], spec, exempt=None, world_size=2).units
+        (unit,) = sync.uniform_plan([(name, weight)], spec, exempt=None, world_size=2).units
         units.append(unit)
     return sync.Plan(tuple(units))
 
@@ -67,7 +67,7 @@ def trained(front: str, setting: str | None) -> str:
                 with calling():
                     handle.load_state_dict(handle.state_dict())
         with calling():
-            handle.change_plan(sync.plan(model, "BlockQuant"))
+            handle.change_plan(sync.uniform_plan(model, "BlockQuant"))
         model(batches[0]).backward()
         seen += [weight.grad.clone() for weight in module.weights]
         handle.close()

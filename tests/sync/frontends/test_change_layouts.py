@@ -38,10 +38,13 @@ class Kinds(nn.Module):
 
 def plans(model: nn.Module, front: str) -> list[Plan]:
     """Plans that part, merge, launch and leave alone the same parameters."""
-    signs, nothing = sync.plan(model, EFSignSGD(), program=ALLTOALL), sync.plan(model, Identity(), program=ALLREDUCE)
-    sparse = sync.plan(model, DGC(momentum=0.0, clip=None), exempt=None)
+    signs, nothing = (
+        sync.uniform_plan(model, EFSignSGD(), program=ALLTOALL),
+        sync.uniform_plan(model, Identity(), program=ALLREDUCE),
+    )
+    sparse = sync.uniform_plan(model, DGC(momentum=0.0, clip=None), exempt=None)
     if front == "attach":
-        return [signs, nothing, sync.parted(signs, 128), sparse, nothing]
+        return [signs, nothing, signs.parted(128), sparse, nothing]
     wide, tall, *others = signs.units
     merged = replace(wide, numel=wide.numel + tall.numel, also=(tall.parameter,))
     return [signs, launched(sparse, "each"), signs.with_units([merged, *others]), nothing, launched(signs, "backwards")]
@@ -56,9 +59,9 @@ def walk(front: str) -> None:
     model: Any = module
     if front == "attach":
         model = DistributedDataParallel(module, bucket_cap_mb=1e-3)
-        handle: Any = attach(model, sync.plan(model, Identity(), program=ALLREDUCE))
+        handle: Any = attach(model, sync.uniform_plan(model, Identity(), program=ALLREDUCE))
     else:
-        handle = Synchronizer(module, sync.plan(module, Identity(), program=ALLREDUCE))
+        handle = Synchronizer(module, sync.uniform_plan(module, Identity(), program=ALLREDUCE))
     parameters = dict(module.named_parameters())
     missing = {name: torch.zeros(in_reals(each.detach()).numel()).double() for name, each in parameters.items()}
     step = 0
@@ -104,7 +107,10 @@ def compiled() -> None:
     """A compiled model runs the hooks that come and go with the plans."""
     ddp_model: Any = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
     model = torch.compile(ddp_model, backend="eager")
-    nothing, signs = sync.plan(ddp_model, Identity(), program=ALLREDUCE), sync.plan(ddp_model, EFSignSGD())
+    nothing, signs = (
+        sync.uniform_plan(ddp_model, Identity(), program=ALLREDUCE),
+        sync.uniform_plan(ddp_model, EFSignSGD()),
+    )
     attachment, ends = attach(ddp_model, nothing), 0
 
     def count() -> None:

@@ -61,7 +61,7 @@ class Training:
             "none": (Identity(), ALLREDUCE),
         }
         compressor, program = programs[name]
-        return sync.plan(self.module, compressor, program=program)
+        return sync.uniform_plan(self.module, compressor, program=program)
 
     def _poison(self, grad: torch.Tensor) -> torch.Tensor:
         return torch.full_like(grad, torch.inf) if self.is_poisoned and dist.get_rank() == 1 else grad

@@ -103,14 +103,14 @@ def there_and_back(mode: str) -> None:
         pairs = zip(plain.parameters(), ours.parameters(), strict=True)
         return all(torch.equal(one, other) for one, other in pairs)
 
-    nothing = sync.plan(ours, Identity(), program=ALLREDUCE)
+    nothing = sync.uniform_plan(ours, Identity(), program=ALLREDUCE)
     attachment = attach(ours, nothing)
     ends: list[int] = []
     attachment.on_step_end(lambda: ends.append(step))
     train(3)
     for _ in range(2):
         assert same()
-        attachment.change_plan(sync.plan(ours, EFSignSGD()))
+        attachment.change_plan(sync.uniform_plan(ours, EFSignSGD()))
         train(3)
         assert not same()
         attachment.change_plan(nothing)
@@ -205,7 +205,7 @@ def disagree(front: str) -> list[str]:
     for wrong in (
         known["ring" if rank else "root"],
         known["ring"] if rank else "EFSignSGD",
-        sync.plan(nn.Linear(3, 3), EFSignSGD(), world_size=2),
+        sync.uniform_plan(nn.Linear(3, 3), EFSignSGD(), world_size=2),
     ):
         with pytest.raises((RuntimeError, TypeError, ValueError)) as caught:
             training.handle.change_plan(wrong)

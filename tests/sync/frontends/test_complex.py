@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity, PowerSGD, sync
-from gckernels.sync import Plan, PlanError, Synchronizer, UnitPlan, attach, parted
+from gckernels.sync import Plan, PlanError, Synchronizer, UnitPlan, attach
 from gckernels.sync.frontends.budget import within_budget
 from gckernels.sync.programs import ALLREDUCE, ALLTOALL
 from models import SMALL_BUCKETS
@@ -81,7 +81,7 @@ def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
         modules = [Waves(in_reals=True), Waves(), Waves()]
         models = [DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS) for module in modules[:2]]
         plans = [
-            sync.plan(model, spec, program=program, exempt=few, topology=topology(world_size))
+            sync.uniform_plan(model, spec, program=program, exempt=few, topology=topology(world_size))
             for model in (*models, modules[2])
         ]
         assert plans[0] == plans[1] == plans[2]
@@ -131,12 +131,12 @@ def exact(dtype: torch.dtype) -> list[str]:
     rank = dist.get_rank()
     plain = DistributedDataParallel(Waves(dtype=dtype))
     plans = [
-        sync.plan(plain.module.named_parameters(), Identity(), program=program, world_size=2)
+        sync.uniform_plan(plain.module.named_parameters(), Identity(), program=program, world_size=2)
         for program in (None, ALLREDUCE)
     ]
     if dtype == torch.cfloat:
         plans.append(
-            parted(sync.plan(plain.module.named_parameters(), Identity(), program=ALLTOALL, world_size=2), 160)
+            sync.uniform_plan(plain.module.named_parameters(), Identity(), program=ALLTOALL, world_size=2).parted(160)
         )
     digests = []
     for plan in plans:
@@ -175,7 +175,7 @@ def around() -> None:
         ways = [
             Synchronizer(
                 each,
-                sync.plan(each, BlockQuant(), exempt=few),
+                sync.uniform_plan(each, BlockQuant(), exempt=few),
                 find_unused_parameters=True,
                 memory_budget_mb=0.03,
             )
@@ -204,7 +204,7 @@ def test_everything_else_is_as_with_real_parameters():
 
 def test_a_unit_counts_real_numbers():
     parameters = dict(Waves().named_parameters())
-    plan = sync.plan(parameters.items(), PowerSGD(rank=2), world_size=2)
+    plan = sync.uniform_plan(parameters.items(), PowerSGD(rank=2), world_size=2)
     units = {unit.parameter: unit for unit in plan.units}
     assert units["matrix"].numel == 2 * 23 * 41 and units["matrix"].compressor.rows == 23
     assert units["columns"].numel == 2 * 41 * 30 and units["columns"].compressor.rows == 30  # in the order of memory
@@ -218,7 +218,7 @@ def test_a_unit_counts_real_numbers():
 
 def test_double_precision_is_reduced_as_it_is():
     parameters = dict(Waves(dtype=torch.cdouble).named_parameters())
-    plan = sync.plan(parameters.items(), BlockQuant(), world_size=2)
+    plan = sync.uniform_plan(parameters.items(), BlockQuant(), world_size=2)
     assert {unit.program for unit in plan.units} == {ALLREDUCE}
     with pytest.raises(PlanError, match=r"matrix: torch\.complex128 cannot be encoded, only reduced"):
         Plan((dataclasses.replace(plan.units[0], program=ALLTOALL), *plan.units[1:])).check(parameters.items(), 2)
@@ -235,7 +235,7 @@ def test_memory_is_counted_in_real_numbers():
     pairs = []
     for in_reals in (False, True):
         parameters = dict(Waves(in_reals).named_parameters())
-        plan = sync.plan(parameters.items(), BlockQuant(), exempt=few, world_size=2)
+        plan = sync.uniform_plan(parameters.items(), BlockQuant(), exempt=few, world_size=2)
         with pytest.warns(UserWarning):
             pairs.append(within_budget("test", plan, parameters, 2, 20_000))
     assert pairs[0] == pairs[1]

@@ -33,7 +33,11 @@ def trained(compresses: bool | None, manual: bool, inside: bool = False) -> list
     heard: list[int] = []
     attachment = None
     if compresses is not None:
-        plan = sync.plan(model, "EFSignSGD") if compresses else sync.plan(model, Identity(), program=ALLREDUCE)
+        plan = (
+            sync.uniform_plan(model, "EFSignSGD")
+            if compresses
+            else sync.uniform_plan(model, Identity(), program=ALLREDUCE)
+        )
         attachment = sync.attach(model, plan)
         attachment.on_step_end(lambda: heard.append(1))
     found: list[Any] = []

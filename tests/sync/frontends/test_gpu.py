@@ -28,11 +28,11 @@ def gradients(front: str, program: Program) -> list[tuple[str, str, str]]:
     model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).to(device)
     if front == "attach":
         model = DistributedDataParallel(model, device_ids=[0], process_group=group)
-        executed = attach(model, sync.plan(model, BlockQuant(), program=program))
+        executed = attach(model, sync.uniform_plan(model, BlockQuant(), program=program))
     else:
         executed = Synchronizer(
             model,
-            sync.plan(model, BlockQuant(), program=program, world_size=dist.get_world_size(group)),
+            sync.uniform_plan(model, BlockQuant(), program=program, world_size=dist.get_world_size(group)),
             process_group=group,
         )
     parameters = list(model.parameters())
@@ -87,9 +87,9 @@ def gradients_of_batches(front: str, device: torch.device) -> list[str]:
         compressor = gckernels.from_spec(spec)
         if front == "attach":
             model = DistributedDataParallel(model, process_group=group)
-            executed = attach(model, sync.plan(model, compressor))
+            executed = attach(model, sync.uniform_plan(model, compressor))
         else:
-            plan = sync.plan(model, compressor, world_size=dist.get_world_size(group))
+            plan = sync.uniform_plan(model, compressor, world_size=dist.get_world_size(group))
             executed = Synchronizer(model, plan, process_group=group)
         assert {unit.compressor for unit in executed.plan.units} == {compressor}
         for _ in range(3):
@@ -129,7 +129,7 @@ def backwards_that_do_not_wait() -> list[float]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
     settings = {"grad_scaler": scaler, "find_unused_parameters": True, "process_group": group}
-    synchronizer = Synchronizer(model, sync.plan(model, EFSignSGD(), program=ON_DEVICE), **settings)
+    synchronizer = Synchronizer(model, sync.uniform_plan(model, EFSignSGD(), program=ON_DEVICE), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     scales = []
     for step in range(8):

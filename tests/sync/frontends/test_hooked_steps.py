@@ -91,7 +91,7 @@ def counted(case: str) -> None:
     make, options, train = CASES[case]
     torch.manual_seed(0)
     model = DistributedDataParallel(make(), bucket_cap_mb=SMALL_BUCKETS, **options)
-    attachment = sync.attach(model, sync.plan(model, "RandomK(ratio=0.2)", exempt=None))
+    attachment = sync.attach(model, sync.uniform_plan(model, "RandomK(ratio=0.2)", exempt=None))
     heard: list[int] = []
     attachment.on_step_end(lambda: heard.append(attachment.steps))
     sent, drawn = [], []

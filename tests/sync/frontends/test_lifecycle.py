@@ -31,7 +31,7 @@ def built_again() -> list[str]:
     before = threading.active_count()
     for program in (ALLGATHER, ALLTOALL, ALLTOALL):
         model = wrapped()
-        attachment = attach(model, sync.plan(model, BlockQuant(), program=program))
+        attachment = attach(model, sync.uniform_plan(model, BlockQuant(), program=program))
         digests.append(trained(model, range(5)))
         # at most one thread for each lane: there is one compute lane more than communication lanes
         assert 0 < len(lanes()) <= (3 if program == ALLGATHER else 5)
@@ -177,7 +177,7 @@ def test_the_threads_of_a_model_that_is_gone_end():
 
 def left_open() -> str:
     model = wrapped()
-    model.kept = attach(model, sync.plan(model, BlockQuant(), program=ALLTOALL))
+    model.kept = attach(model, sync.uniform_plan(model, BlockQuant(), program=ALLTOALL))
     _KEPT.append(model)
     return trained(model, range(3))
 
@@ -243,13 +243,13 @@ def two_models() -> list[str]:
     apart = []
     for seed, compressor, program in settings:
         model = wrapped(seed)
-        attachment = attach(model, sync.plan(model, compressor, program=program))
+        attachment = attach(model, sync.uniform_plan(model, compressor, program=program))
         trained(model, range(6))
         apart.append(digest_of(model.parameters()))
         attachment.close()
     models = [wrapped(seed) for seed, _, _ in settings]
     attachments = [
-        attach(model, sync.plan(model, compressor, program=program))
+        attach(model, sync.uniform_plan(model, compressor, program=program))
         for model, (_, compressor, program) in zip(models, settings, strict=True)
     ]
     for step in range(6):

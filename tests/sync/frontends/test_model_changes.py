@@ -47,7 +47,7 @@ def plan_of(kind: str, module: nn.Module) -> Plan:
     named = dict(module.named_parameters())
     if kind == "left out":
         named = {name: each for name, each in named.items() if "layers.0" not in name}
-    units = list(sync.plan(named.items(), Identity(), program=ALLGATHER, world_size=2).units)
+    units = list(sync.uniform_plan(named.items(), Identity(), program=ALLGATHER, world_size=2).units)
     if kind == "launches":
         units = [replace(unit, launch=int("weight" in unit.key)) for unit in units]
     if kind == "merged":
@@ -90,7 +90,7 @@ def test_frozen_parameters_cost_nothing_and_can_be_thawed(kind):
 def in_turn() -> None:
     """Layers that are frozen in turn find their messages again, and only what has been trained has residuals."""
     module = build("Mlp")
-    plan = sync.plan(module, "EFSignSGD", exempt=None)
+    plan = sync.uniform_plan(module, "EFSignSGD", exempt=None)
     module.layers[0].requires_grad_(False)
     synchronizer = sync.Synchronizer(module, plan, memory_budget_mb=1)
     numel = {index: sum(each.numel() for each in module.layers[index].parameters()) for index in (0, 2, 4)}
@@ -259,7 +259,7 @@ def removed() -> None:
 
 
 def exact(module: nn.Module) -> Plan:
-    return sync.plan(module, Identity(), program=ALLREDUCE, world_size=2)
+    return sync.uniform_plan(module, Identity(), program=ALLREDUCE, world_size=2)
 
 
 def test_parameters_that_are_removed_are_not_waited_for():

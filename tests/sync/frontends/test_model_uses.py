@@ -77,7 +77,7 @@ def trained(use: str, front: str | None) -> list[str]:
         model = DistributedDataParallel(module, gradient_as_bucket_view=front == "attach to views")
     if front is not None:
         start = sync.Synchronizer if model is module else sync.attach
-        handle = start(model, sync.plan(model, Identity(), program=ALLGATHER))
+        handle = start(model, sync.uniform_plan(model, Identity(), program=ALLGATHER))
     digests = []
     for step in range(6):
         if step in (2, 4):

@@ -51,7 +51,7 @@ def trained(program: str, folder: str, first: int) -> dict[str, Any]:
     compressor = DGC(ratio=0.01, warmup_steps=WARMUP, clip=1.0, workers=dist.get_world_size())
     attachment = attach(
         hooked,
-        sync.plan(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size())),
+        sync.uniform_plan(hooked, compressor, program=PROGRAMS[program], topology=topology(dist.get_world_size())),
         start_step=START,
         seed=3,
     )
@@ -107,7 +107,7 @@ def test_warm_up_and_checkpoints(program, tmp_path):
 def one_parameter(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """``(gradient of this rank, applied gradient)`` of the largest weight, for every step."""
     module, hooked = _model()
-    attachment = attach(hooked, sync.plan(hooked, DGC(ratio=0.02), program=PROGRAMS["allgather"]))
+    attachment = attach(hooked, sync.uniform_plan(hooked, DGC(ratio=0.02), program=PROGRAMS["allgather"]))
     twin, found = build("Mlp"), []
     for step in range(steps):
         module.zero_grad()

@@ -89,7 +89,11 @@ def changed_later(compresses: bool) -> None:
     for change, message in LATER.values():
         net = Net()
         model = wrapped(net)
-        plan = sync.plan(model, "EFSignSGD") if compresses else sync.plan(model, "Identity", program=ALLREDUCE)
+        plan = (
+            sync.uniform_plan(model, "EFSignSGD")
+            if compresses
+            else sync.uniform_plan(model, "Identity", program=ALLREDUCE)
+        )
         attachment = sync.attach(model, plan)
         attachment.on_step_end(lambda: None)
         backward(model)

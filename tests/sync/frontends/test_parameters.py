@@ -54,8 +54,8 @@ def test_a_plan_of_a_compiled_model_is_one_of_the_model():
     compiled = torch.compile(module, backend="eager")
     assert next(iter(dict(compiled.named_parameters()))).startswith("_orig_mod.")
     how: dict[str, Any] = {"exempt": ["_orig_mod.layers.2.weight", "layers.0.bias"]}
-    plan = sync.plan(compiled.named_parameters(), BlockQuant(), **how, world_size=2)
-    assert plan == sync.plan(module.named_parameters(), BlockQuant(), **how, world_size=2)
+    plan = sync.uniform_plan(compiled.named_parameters(), BlockQuant(), **how, world_size=2)
+    assert plan == sync.uniform_plan(module.named_parameters(), BlockQuant(), **how, world_size=2)
     assert {unit.parameter for unit in plan.units if unit.compressor == Identity()} == {
         "layers.0.bias",
         "layers.2.weight",
@@ -148,7 +148,7 @@ def with_integers() -> list[str]:
     module = Counting()
     if rank == 1:
         module.number.data.add_(1)  # rank 0's values replace these
-    plan = sync.plan(module.named_parameters(), BlockQuant(), world_size=2)
+    plan = sync.uniform_plan(module.named_parameters(), BlockQuant(), world_size=2)
     assert [unit.parameter for unit in plan.units] == ["layer.weight", "layer.bias"]
     for what in (BlockQuant(), plan):
         for by_hook in (True, False):

@@ -81,7 +81,7 @@ class Training:
 
     def plan(self, name: str) -> sync.Plan:
         compressor, program = PLANS[name]
-        return sync.plan(self.module, compressor, program=program)
+        return sync.uniform_plan(self.module, compressor, program=program)
 
     def train(self, steps: int = 1, uses: bool = True, counts: bool = True, local: int = 0) -> None:
         """Steps.

@@ -25,7 +25,7 @@ def alone() -> None:
     expected = trained(wrapped(), range(6))
     for program in (None, ALLREDUCE, ALLGATHER, ALLTOALL):
         model = wrapped()
-        attachment = attach(model, sync.plan(model, EFSignSGD(), program=program))
+        attachment = attach(model, sync.uniform_plan(model, EFSignSGD(), program=program))
         assert trained(model, range(6)) == expected
         assert attachment.sent_nbytes_per_step() == 0.0 and attachment.residual_nbytes() == 0
         state = attachment.state_dict()
@@ -46,7 +46,7 @@ def on_a_subgroup() -> str | None:
     digest = None
     if dist.get_rank() != 1:
         model = wrapped(group=group)
-        attachment = attach(model, sync.plan(model, BlockQuant(), program=ALLTOALL))
+        attachment = attach(model, sync.uniform_plan(model, BlockQuant(), program=ALLTOALL))
         digest = trained(model, range(6))
         assert attachment.state_dict()["world_size"] == 2
         assert attachment.state_dict()["rank"] == dist.get_rank() // 2

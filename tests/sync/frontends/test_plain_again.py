@@ -209,7 +209,7 @@ def without_the_private_functions() -> None:
             each.train(2)
         assert_same(plain, ours)
         assert ours.hook is not None
-        nothing = sync.plan(ours.ddp_model, Identity(), program=ALLREDUCE)  # it needs a hook here
+        nothing = sync.uniform_plan(ours.ddp_model, Identity(), program=ALLREDUCE)  # it needs a hook here
         for compresses in (EFSignSGD(), nothing):
             again = attach(ours.ddp_model, compresses, start_step=NEVER)
             for each in (plain, ours):
@@ -228,7 +228,7 @@ def test_without_the_private_functions_a_hook_averages_and_it_can_be_attached_ag
 def left_alone(mode: str) -> None:
     model, settings = MODES[mode]
     plain, ours = Training(model, **settings), Training(model, **settings)
-    nothing = sync.plan(ours.ddp_model, Identity(), program=ALLREDUCE)
+    nothing = sync.uniform_plan(ours.ddp_model, Identity(), program=ALLREDUCE)
     attachment = attach(ours.ddp_model, nothing)
     before = next(ours.ddp_model.parameters())._post_accumulate_grad_hooks
     assert ours.hook is None and not threads() and not before and not ours.ddp_model._forward_pre_hooks
@@ -243,7 +243,7 @@ def left_alone(mode: str) -> None:
     with pytest.raises(ValueError, match="has a gckernels attachment already"):
         attach(ours.ddp_model, nothing)
     attachment.close()
-    exact = attach(ours.ddp_model, sync.plan(ours.ddp_model, Identity(), program=ALLGATHER))
+    exact = attach(ours.ddp_model, sync.uniform_plan(ours.ddp_model, Identity(), program=ALLGATHER))
     assert ours.hook is not None
     for each in (plain, ours):
         each.train(2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import Attached, Plan, Prediction, Synchronizer, Topology, attach, parted
+from gckernels.sync import Attached, Plan, Prediction, Synchronizer, Topology, attach
 from gckernels.sync.plans.prediction import Source
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -28,10 +28,10 @@ PREDICTION = Prediction(0.1, 0.2, "auto", False, 0.05, SOURCE, SOURCE, 0.13)
 
 def hooked(model: str, spec: str, program: str) -> list[list[str]]:
     """The digests of each step's gradients under DDP's hook, for plans that differ in messages and channels alone."""
-    plans = [sync.plan(build(model), spec, program=program, exempt=None, world_size=dist.get_world_size())]
+    plans = [sync.uniform_plan(build(model), spec, program=program, exempt=None, world_size=dist.get_world_size())]
     plans.append(launched(plans[0], "messages").attached_by(Attached.DDP))
-    plans.append(launched(parted(plans[0], 1000), "channels").attached_by(Attached.DDP))
-    plans.append(parted(plans[0], 1000))
+    plans.append(launched(plans[0].parted(1000), "channels").attached_by(Attached.DDP))
+    plans.append(plans[0].parted(1000))
     found = []
     for plan in plans:
         module = build(model)
@@ -64,7 +64,7 @@ def refused() -> list[str]:
     the right way train."""
     module, other = build("Mlp"), build("Mlp")
     model = DistributedDataParallel(module)
-    plan = sync.plan(module, BlockQuant(), world_size=dist.get_world_size())
+    plan = sync.uniform_plan(module, BlockQuant(), world_size=dist.get_world_size())
     with_launches = launched(plan, "pairs")
     for_ddp = dataclasses.replace(plan, attached=Attached.DDP)
     found = []
@@ -117,7 +117,7 @@ def begun(planned: int, given: int) -> list[list[bool]]:
     """For each way of attaching: whether anything had been compressed after each step. The ranks know of different
     predictions."""
     plan = dataclasses.replace(
-        sync.plan(build("Mlp"), EFSignSGD(), world_size=2),
+        sync.uniform_plan(build("Mlp"), EFSignSGD(), world_size=2),
         start_step=planned,
         prediction=PREDICTION if dist.get_rank() == 1 else None,
     )
@@ -144,7 +144,7 @@ def resumed() -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """The digests of the last steps of a training that goes on, and of one that resumes with other launches; and the
     plan that the state had, and that it was given."""
     module = build("Mlp")
-    plan = sync.plan(module, EFSignSGD(), exempt=None)
+    plan = sync.uniform_plan(module, EFSignSGD(), exempt=None)
     first = dataclasses.replace(launched(plan, "each"), prediction=PREDICTION)
     synchronizer = Synchronizer(module, first)
     found: list[list[str]] = [[], []]
@@ -187,7 +187,7 @@ def test_a_job_resumes_with_other_launches():
 def scaled() -> list[tuple[list[str], float]]:
     """The digests of gradients and the final scale of trainings with a gradient scaler, some steps of which overflow,
     without launches and with."""
-    whole = sync.plan(build("Mlp"), EFSignSGD(), exempt=None, world_size=dist.get_world_size())
+    whole = sync.uniform_plan(build("Mlp"), EFSignSGD(), exempt=None, world_size=dist.get_world_size())
     found = []
     for plan in (whole, launched(whole, "backwards"), launched(whole, "messages")):
         module = build("Mlp")
@@ -216,7 +216,7 @@ def test_residuals_follow_a_gradient_scaler_in_all_launches():
 def without_memory() -> bool:
     """Whether a plan with launches averages exactly if it may not take any memory."""
     module, other = build("Mlp"), build("Mlp")
-    plan = launched(sync.plan(module, BlockQuant(), exempt=None), "messages")
+    plan = launched(sync.uniform_plan(module, BlockQuant(), exempt=None), "messages")
     with pytest.warns(UserWarning, match="averaged without compression"):
         synchronizer = Synchronizer(module, plan, memory_budget_mb=0)
     exact = Synchronizer(other, Identity())

@@ -1,4 +1,4 @@
-"""``sync.plan`` and the front ends take text, names and pairs as well as objects."""
+"""``sync.uniform_plan`` and the front ends take text, names and pairs as well as objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMETERS = [("weight", nn.Parameter(torch.zeros(3, 4))), ("bias", nn.Parameter
 
 
 def planned(compressor: Any = "BlockQuant", model: Any = PARAMETERS, **more: Any) -> Plan:
-    return sync.plan(model, compressor, **{"world_size": 4} | more)
+    return sync.uniform_plan(model, compressor, **{"world_size": 4} | more)
 
 
 @pytest.mark.parametrize("name", sorted(gckernels.COMPRESSORS))
@@ -67,7 +67,7 @@ def test_exemptions_are_a_rule_a_list_or_nothing():
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"compressor": BlockQuant}, TypeError, r"plan: compressor must be .*the class BlockQuant; write"),
+        ({"compressor": BlockQuant}, TypeError, r"uniform_plan: compressor must be .*the class BlockQuant; write"),
         ({"compressor": Plan}, TypeError, "got the class Plan$"),
         ({"compressor": None}, TypeError, "got NoneType"),
         ({"compressor": "BlokQuant"}, ValueError, "compressor cannot be 'BlokQuant': .*unknown name.*BlockQuant"),
@@ -139,7 +139,7 @@ def test_a_module_is_planned_with_all_that_can_have_a_gradient():
 
 
 def test_a_topology_says_how_many_ranks_there_are():
-    plan = sync.plan(PARAMETERS, "BlockQuant", program="parameter_server", topology=(2, 2))
+    plan = sync.uniform_plan(PARAMETERS, "BlockQuant", program="parameter_server", topology=(2, 2))
     assert plan == planned(program="parameter_server", topology=(2, 2))
 
 
@@ -149,8 +149,8 @@ def of_ddp() -> tuple[list[Plan], Plan]:
     module = WithAnExtra()
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     model = DistributedDataParallel(module, process_group=groups[dist.get_rank()])
-    plans = [sync.plan(each, "BlockQuant") for each in (model, torch.compile(model))]
-    return plans, sync.plan(module, "BlockQuant")
+    plans = [sync.uniform_plan(each, "BlockQuant") for each in (model, torch.compile(model))]
+    return plans, sync.uniform_plan(module, "BlockQuant")
 
 
 def test_a_ddp_model_is_planned_with_what_it_averages_among_its_ranks():
@@ -170,10 +170,10 @@ def both_ways(method: Compressor) -> list[Plan]:
         module = build("Mlp")
         model = DistributedDataParallel(module) if front is attach else module
         requests = [
-            sync.plan(model, text, program="AllToAll", exempt=["layers.0.bias"], topology=(2, 1)),
-            sync.plan(model, method, program=ALLTOALL, exempt=rule, topology=Topology(2)),
+            sync.uniform_plan(model, text, program="AllToAll", exempt=["layers.0.bias"], topology=(2, 1)),
+            sync.uniform_plan(model, method, program=ALLTOALL, exempt=rule, topology=Topology(2)),
         ]
-        for request in (*requests, sync.plan(model, text), text, method):
+        for request in (*requests, sync.uniform_plan(model, text), text, method):
             model = DistributedDataParallel(module) if front is attach else module
             taken = front(model, request)
             plans.append(taken.plan)

@@ -76,7 +76,7 @@ def in_ddp(mode: str, compresses: bool) -> None:
 
 
 def nothing(ddp_model: nn.Module) -> sync.Plan:
-    return sync.plan(ddp_model, Identity(), program=ALLREDUCE)
+    return sync.uniform_plan(ddp_model, Identity(), program=ALLREDUCE)
 
 
 def in_ddp_both(mode: str) -> None:

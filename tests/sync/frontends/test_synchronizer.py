@@ -49,7 +49,7 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
         unused = model == "Branches"
         hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL, find_unused_parameters=unused)
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        plan = sync.plan(
+        plan = sync.uniform_plan(
             parameters.items(),
             gckernels.from_spec(compressor),
             program=PROGRAMS[program],
@@ -199,7 +199,9 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
     rank = dist.get_rank()
     module = build("Mlp")
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    plan = sync.plan(module.named_parameters(), BlockQuant(), program=ALLTOALL, world_size=dist.get_world_size())
+    plan = sync.uniform_plan(
+        module.named_parameters(), BlockQuant(), program=ALLTOALL, world_size=dist.get_world_size()
+    )
     if kind == "merged":
         first, *others = sizes
         unit = UnitPlan(first, sum(sizes.values()), BlockQuant(), ALLTOALL, True, also=tuple(others))
@@ -254,7 +256,7 @@ def _stepping_in_backward(module: nn.Module) -> nn.Module:
 
 def refused() -> list[str]:
     module = build("Mlp")
-    plan = sync.plan(module.named_parameters(), BlockQuant(), world_size=dist.get_world_size())
+    plan = sync.uniform_plan(module.named_parameters(), BlockQuant(), world_size=dist.get_world_size())
     on_rank_1 = dist.get_rank() == 1
     attempts: list[tuple[Any, Any, dict[str, Any]]] = [
         ("model", BlockQuant(), {}),
@@ -365,7 +367,9 @@ def test_merged_units_are_not_for_the_hook():
 
 def merged_with_the_hook() -> str:
     module = build("Mlp")
-    units = {unit.parameter: unit for unit in sync.plan(module.named_parameters(), BlockQuant(), world_size=2).units}
+    units = {
+        unit.parameter: unit for unit in sync.uniform_plan(module.named_parameters(), BlockQuant(), world_size=2).units
+    }
     weight, bias = units.pop("layers.0.weight"), units.pop("layers.0.bias")
     merged = dataclasses.replace(weight, numel=weight.numel + bias.numel, also=(bias.parameter,))
     with pytest.raises(PlanError) as caught:

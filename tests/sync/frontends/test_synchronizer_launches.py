@@ -18,7 +18,7 @@ from torch import nn
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import Plan, Synchronizer, parted
+from gckernels.sync import Plan, Synchronizer
 from gckernels.sync.engine.runtime import Runtime
 from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
@@ -54,9 +54,9 @@ def in_every_way(model: str, spec: str, program: str, ways: tuple[str, ...]) -> 
     module = build(model)
     method, steps = gckernels.from_spec(spec), PROGRAMS[program]
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    whole = sync.plan(named, method, program=steps, world_size=world_size, exempt=None)
+    whole = sync.uniform_plan(named, method, program=steps, world_size=world_size, exempt=None)
     found = {}
-    for cut, plan in (("", whole), ("parts of ", parted(whole, 1000))):
+    for cut, plan in (("", whole), ("parts of ", whole.parted(1000))):
         for how in ("none", *ways):
             other = plan if how == "none" else launched(plan, how)
             settings = {"bucket_cap_mb": SMALL_BUCKETS} if how == "none" else {}
@@ -100,7 +100,7 @@ def lost(how: str) -> tuple[str, float]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     module = build("Mlp")
     alone = copy.deepcopy(module)
-    plan = parted(sync.plan(module, EFSignSGD(), program="allgather", exempt=None), 1000)
+    plan = sync.uniform_plan(module, EFSignSGD(), program="allgather", exempt=None).parted(1000)
     synchronizer = Synchronizer(module, launched(plan, how))
     totals = [[torch.zeros(parameter.numel()) for parameter in module.parameters()] for _ in range(2)]
     for step in range(STEPS):
@@ -139,7 +139,7 @@ def orders(model: str) -> tuple[list[list[tuple[str, ...]]], list[tuple[str, ...
     for index, parameter in enumerate(module.parameters()):
         if index % dist.get_world_size() == rank:
             parameter.register_hook(lambda grad: time.sleep(0.02))
-    plan = launched(sync.plan(module, BlockQuant(), exempt=None), "pairs")
+    plan = launched(sync.uniform_plan(module, BlockQuant(), exempt=None), "pairs")
     shuffled = {number: (7 * number) % 110 for number in {unit.launch for unit in plan.units}}
     plan = plan.with_units(dataclasses.replace(unit, launch=shuffled[unit.launch]) for unit in plan.units)
     expected: dict[int, tuple[str, ...]] = {}
@@ -175,7 +175,7 @@ def test_launches_have_their_order_whichever_gradients_are_late(world_size, mode
 
 def traced(path: str) -> None:
     module = build("Mlp")
-    plan = launched(sync.plan(module, BlockQuant(), exempt=None), "messages")
+    plan = launched(sync.uniform_plan(module, BlockQuant(), exempt=None), "messages")
     units = tuple(dataclasses.replace(unit, channel=unit.message % 3) for unit in plan.units)
     synchronizer = Synchronizer(module, dataclasses.replace(plan, units=units))
     module(module.batch(0, dist.get_rank())).backward()

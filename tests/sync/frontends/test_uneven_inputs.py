@@ -99,7 +99,7 @@ def compressed(mode: str, inputs: int, changes: bool, joins: bool) -> Any:
     for number in range(3):
         step(number)
     if changes:
-        attachment.change_plan(sync.plan(model, BlockQuant()))
+        attachment.change_plan(sync.uniform_plan(model, BlockQuant()))
     with model.join(enable=joins):
         for number in range(3, 3 + inputs + 2 * (rank if joins else 1)):
             step(number, float(rank or number < 3 + inputs))
@@ -132,7 +132,7 @@ def interrupted() -> Any:
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True)
     attachment, changing = sync.attach(model, EFSignSGD()), []
     train(model, module, range(3), lambda _: None)
-    plan = sync.plan(model, BlockQuant())
+    plan = sync.uniform_plan(model, BlockQuant())
     attachment.change_plan(plan)
     with model.join():
         train(model, module, range(2 * dist.get_rank()), lambda _: None)

@@ -113,7 +113,7 @@ def with_zeros(program: str, **options: bool) -> list[str]:
     torch.manual_seed(0)
     module: Any = Twins()
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **options)
-    attachment = sync.attach(model, sync.plan(model, "EFSignSGD", program=program, exempt=None), start_step=1)
+    attachment = sync.attach(model, sync.uniform_plan(model, "EFSignSGD", program=program, exempt=None), start_step=1)
     digests = []
     for step in range(6):
         model.zero_grad()

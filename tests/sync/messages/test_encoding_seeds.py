@@ -38,7 +38,7 @@ def _seeds(compressor: Codec, seed: int, first_step: int, summable: bool) -> lis
         patch.setattr(codings, "bind_encodes", noting(codings.bind_encodes))
         patch.setattr(codings, "bind_recodes", noting(codings.bind_recodes))
         model = wrapped()
-        attachment = attach(model, sync.plan(model, compressor, program=ALLTOALL), seed=seed)
+        attachment = attach(model, sync.uniform_plan(model, compressor, program=ALLTOALL), seed=seed)
         attachment.load_state_dict(attachment.state_dict() | {"step": first_step})
         trained(model, range(first_step, 6))
         attachment.close()

@@ -23,7 +23,7 @@ def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
         module = build("Mlp")
         synchronizer = Synchronizer(
             module,
-            sync.plan(module, gckernels.from_spec(spec), program=program),
+            sync.uniform_plan(module, gckernels.from_spec(spec), program=program),
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused,
         )

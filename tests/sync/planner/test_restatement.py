@@ -12,7 +12,7 @@ import pytest
 
 from gckernels import from_spec
 from gckernels.compressor import Compressor
-from gckernels.sync import Plan, Topology, UnitPlan, parted
+from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.planner.timeline.launches import launches_of, messages_of
 from gckernels.sync.planner.timeline.pricing import Pricer
@@ -85,7 +85,7 @@ def random_case(seed: int) -> tuple[Plan, Trace, Pricer, Attached]:
         method = from_spec("Identity" if program == PROGRAMS["allreduce"] else spec)
         units.append(UnitPlan(tensor.name, tensor.numel, method, program, False))
     plan = Plan(tuple(units), topology, channels=draw.randint(1, 3))
-    plan = parted(plan, 1 << 20) if draw.random() < 0.5 else plan
+    plan = plan.parted(1 << 20) if draw.random() < 0.5 else plan
     overheads = Overheads(*(draw.random() / 50 for _ in range(4)))
     on = draw.choice((Shared.DEVICE, Shared.CORES))
     return plan, trace, Pricer(Arbitrary(topology, overheads=overheads, computes_on=on, seed=seed)), attached

@@ -187,7 +187,7 @@ def test_a_prediction_has_its_parts():
 
 def some_plan() -> Plan:
     parameters = [(f"layer{index}.weight", nn.Parameter(torch.zeros(8, 8))) for index in range(5)]
-    return sync.plan(parameters, EFSignSGD(), world_size=2)
+    return sync.uniform_plan(parameters, EFSignSGD(), world_size=2)
 
 
 def test_a_plan_in_a_file(tmp_path):

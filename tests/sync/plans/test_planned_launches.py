@@ -11,7 +11,7 @@ from torch import nn
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD, sync
 from gckernels.compressor import Compressor
-from gckernels.sync import Attached, Plan, PlanError, Prediction, UnitPlan, parted, spread_roots
+from gckernels.sync import Attached, Plan, PlanError, Prediction, UnitPlan
 from gckernels.sync.plans.buckets import cut_buckets
 from gckernels.sync.plans.grouping import MessageSpec, PlacedUnit, group_units
 from gckernels.sync.plans.prediction import Source
@@ -191,16 +191,16 @@ def test_plans_with_launches_are_for_the_synchronizer():
 
 def test_a_changed_plan_has_no_prediction():
     named = [("a", nn.Parameter(torch.zeros(64, 64))), ("b", nn.Parameter(torch.zeros(4)))]
-    made = sync.plan(named, QUANT, program=PARAMETER_SERVER, world_size=2)
+    made = sync.uniform_plan(named, QUANT, program=PARAMETER_SERVER, world_size=2)
     plan = dataclasses.replace(made, prediction=PREDICTION)
-    unchanged = (parted(plan, 4096), spread_roots(plan, 2), plan.fitted(named)[0], plan.with_units(plan.units))
+    unchanged = (plan.parted(4096), plan.spread_roots(2), plan.fitted(named)[0], plan.with_units(plan.units))
     assert [each.prediction for each in unchanged] == [PREDICTION] * 4
-    changed = (parted(plan, 1000), spread_roots(plan, 1), plan.fitted(named[:1])[0])
+    changed = (plan.parted(1000), plan.spread_roots(1), plan.fitted(named[:1])[0])
     assert [each.prediction for each in changed] == [None] * 3
 
 
 def test_parts_keep_their_launch_and_are_messages_by_themselves():
-    plan = parted(Plan((unit("a", launch=3, message=1, channel=1), unit("b", launch=3)), channels=2), 50)
+    plan = Plan((unit("a", launch=3, message=1, channel=1), unit("b", launch=3)), channels=2).parted(50)
     assert {(each.launch, each.message, each.channel) for each in plan.units} == {(3, None, None)}
     assert [channel for _, channel in shown(list(plan.units), channels=2)] == [0, 1, 0, 1, 0, 1]
 

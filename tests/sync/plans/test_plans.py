@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD, sync
-from gckernels.sync import Plan, PlanError, Topology, UnitPlan, exempt_vectors, parted, spread_roots
+from gckernels.sync import Plan, PlanError, Topology, UnitPlan, exempt_vectors
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL, HIERARCHICAL, PARAMETER_SERVER, AllReduce, Encode
 
 
@@ -24,7 +24,7 @@ def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> 
 
 
 def test_a_uniform_plan_names_every_parameter_in_order():
-    plan = sync.plan(parameters((3, 4), (4,), (), (2, 0)), BlockQuant(), world_size=2)
+    plan = sync.uniform_plan(parameters((3, 4), (4,), (), (2, 0)), BlockQuant(), world_size=2)
     assert [(unit.parameter, unit.numel) for unit in plan.units] == [("p0", 12), ("p1", 4), ("p2", 1), ("p3", 0)]
     assert [unit.compressor for unit in plan.units] == [BlockQuant(), Identity(), Identity(), BlockQuant()]
     assert [unit.feedback for unit in plan.units] == [True, False, False, True]
@@ -32,7 +32,7 @@ def test_a_uniform_plan_names_every_parameter_in_order():
 
 
 def test_a_uniform_plan_with_a_program_and_a_rule_of_its_own():
-    plan = sync.plan(
+    plan = sync.uniform_plan(
         parameters((3, 4), (4,)), Cast16(), program=ALLTOALL, exempt=lambda name, parameter: name == "p0", world_size=4
     )
     assert [unit.compressor for unit in plan.units] == [Identity(), Cast16()]
@@ -42,7 +42,7 @@ def test_a_uniform_plan_with_a_program_and_a_rule_of_its_own():
 @pytest.mark.parametrize("program", [None, ALLTOALL])
 def test_a_uniform_plan_leaves_gradients_that_no_compressor_takes_as_they_are(program):
     model = [*parameters((3, 4)), ("double", nn.Parameter(torch.zeros(5, 5, dtype=torch.float64)))]
-    plan = sync.plan(model, BlockQuant(), program=program, world_size=3)
+    plan = sync.uniform_plan(model, BlockQuant(), program=program, world_size=3)
     assert plan.units == (
         UnitPlan("p0", 12, BlockQuant(), ALLTOALL, True),
         UnitPlan("double", 25, Identity(), ALLREDUCE, False),
@@ -70,8 +70,8 @@ def unit(index: int, numel: int = 0, **changes) -> UnitPlan:
 )
 def test_parts_are_all_of_it(numels, max_numel, world_size, program):
     model = parameters(*((numel, 1) for numel in numels))
-    plan = parted(sync.plan(model, BlockQuant(), program=program, world_size=world_size), max_numel)
-    plan = spread_roots(plan, world_size)
+    plan = sync.uniform_plan(model, BlockQuant(), program=program, world_size=world_size).parted(max_numel)
+    plan = plan.spread_roots(world_size)
     plan.check(model, world_size)  # the parts have no gaps and no overlaps
     assert all(unit.numel <= max_numel for unit in plan.units)
     assert len({unit.key for unit in plan.units}) == len(plan.units)
@@ -85,14 +85,14 @@ def test_parts_are_all_of_it(numels, max_numel, world_size, program):
 
 def test_what_has_no_parts():
     model = parameters((100, 100), (100, 100))
-    plan = sync.plan(model, PowerSGD(), world_size=2)
-    assert parted(plan, 1000) == plan
+    plan = sync.uniform_plan(model, PowerSGD(), world_size=2)
+    assert plan.parted(1000) == plan
     merged = Plan((UnitPlan("p0", 20_000, BlockQuant(), ALLGATHER, True, also=("p1",)),))
-    assert parted(merged, 1000) == merged
+    assert merged.parted(1000) == merged
     merged.check(model, 2)
     for wrong in (15, 16.0, None):
         with pytest.raises(ValueError, match="max_numel must be an int from 16 up"):
-            parted(plan, wrong)
+            plan.parted(wrong)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,9 @@ def test_units_that_do_not_fit(units, message):
 
 
 def test_a_plan_is_for_its_topology():
-    plan = sync.plan(parameters((3, 4)), BlockQuant(), program=HIERARCHICAL, topology=Topology(2, 2), world_size=4)
+    plan = sync.uniform_plan(
+        parameters((3, 4)), BlockQuant(), program=HIERARCHICAL, topology=Topology(2, 2), world_size=4
+    )
     plan.check(parameters((3, 4)), 4)
     assert Plan.from_json(plan.to_json()) == plan
     with pytest.raises(PlanError, match=r"plan is for Topology\(machines=2, devices=2\), here are 6 ranks"):
@@ -193,8 +195,10 @@ def test_a_gradient_that_no_compressor_takes():
 def test_by_default_vectors_are_exact_except_for_casts():
     named = [("bias", torch.nn.Parameter(torch.zeros(5))), ("weight", torch.nn.Parameter(torch.zeros(3, 4)))]
     names = {
-        spec: [unit.compressor.name for unit in sync.plan(named, spec, world_size=2).units]
+        spec: [unit.compressor.name for unit in sync.uniform_plan(named, spec, world_size=2).units]
         for spec in ("BlockQuant", "Cast16")
     }
     assert names == {"BlockQuant": ["Identity", "BlockQuant"], "Cast16": ["Cast16", "Cast16"]}
-    assert sync.plan(named, "Cast16", exempt=exempt_vectors, world_size=2).units[0].compressor.name == "Identity"
+    assert (
+        sync.uniform_plan(named, "Cast16", exempt=exempt_vectors, world_size=2).units[0].compressor.name == "Identity"
+    )

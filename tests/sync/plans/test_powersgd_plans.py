@@ -24,7 +24,7 @@ from gckernels.sync.programs.sizes import sizes_of
 
 def _plan(compressor: PowerSGD, **parameters: torch.Tensor) -> Plan:
     named = [(name, nn.Parameter(tensor)) for name, tensor in parameters.items()]
-    return sync.plan(named, compressor, world_size=2)
+    return sync.uniform_plan(named, compressor, world_size=2)
 
 
 def test_a_plan_knows_the_shapes():

@@ -106,7 +106,7 @@ def test_one_rank_sends_nothing():
 
 def named():
     model = DistributedDataParallel(network())
-    plan = sync.plan(model, "EFSignSGD")
+    plan = sync.uniform_plan(model, "EFSignSGD")
     source = Source("Network", "1234")
     prediction = Prediction(0.1, 0.2, "auto", False, 0.05, source, source, 0.5)
     predicted = sync.Plan(plan.units, plan.topology, plan.channels, plan.attached, plan.start_step, prediction)

@@ -38,12 +38,12 @@ def attached_and_closed() -> list[set[str]]:
         module = build("Mlp", seed=number)
         if number % 2:
             wrapped = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, process_group=group)
-            closes = attach(wrapped, sync.plan(wrapped, BlockQuant(), program=program, topology=topology))
+            closes = attach(wrapped, sync.uniform_plan(wrapped, BlockQuant(), program=program, topology=topology))
         else:
             wrapped = module
             closes = Synchronizer(
                 module,
-                sync.plan(
+                sync.uniform_plan(
                     module, BlockQuant(), program=program, topology=topology, world_size=dist.get_world_size(group)
                 ),
                 process_group=group,

@@ -25,12 +25,12 @@ def given(front, at_step):
         handles.append(handle)
         train(model, module, range(at_step), lambda _: None)
         before = policy_of(handle), handle.is_changing
-        foreign = sync.plan(torch.nn.Linear(3, 3), "EFSignSGD", world_size=2)
+        foreign = sync.uniform_plan(torch.nn.Linear(3, 3), "EFSignSGD", world_size=2)
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            handle.change_plan(foreign if dist.get_rank() else sync.plan(model, "Cast16"))
+            handle.change_plan(foreign if dist.get_rank() else sync.uniform_plan(model, "Cast16"))
         errors.append(str(caught.value))
         assert (policy_of(handle), handle.is_changing) == before and handle.decisions == ()
-        handle.change_plan(predicted(sync.plan(model, "Cast16"), "mine"))
+        handle.change_plan(predicted(sync.uniform_plan(model, "Cast16"), "mine"))
         seen = train(model, module, range(at_step, at_step + 3), lambda _: policy_of(handle))
         seen += train(model, module, range(at_step + 3, STEPS + 5), lambda _: policy_of(handle))
     texts = [each.text for each in handle.decisions]

@@ -64,7 +64,7 @@ def attached(front: str, spec: str | None) -> int:
     """The bytes of tensors of a training with a plan from the beginning, beyond those of before."""
     gc.collect()
     before, module, handle = tensor_nbytes(), build("Mlp"), None
-    plan = sync.plan(module, spec or "Identity", exempt=None)
+    plan = sync.uniform_plan(module, spec or "Identity", exempt=None)
     if front == "synchronizer":
         model: Any = module
         handle = sync.Synchronizer(module, plan)

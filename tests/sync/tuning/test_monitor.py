@@ -74,7 +74,7 @@ def norms_of_a_rank(
     """The norms that were read in the third step, and those that follow from gradients and residuals."""
     torch.manual_seed(dist.get_rank())
     model, method = Fixed(), from_spec(compressor)
-    synchronizer = sync.Synchronizer(model, sync.plan(model, compressor, program=program))
+    synchronizer = sync.Synchronizer(model, sync.uniform_plan(model, compressor, program=program))
     runtime = synchronizer._runtime
     keys = [name for name in SIZES if name != "bias"]
     expected = torch.zeros(3, len(keys))
@@ -123,7 +123,7 @@ def test_readings_are_the_norms_of_one_step(compressor, program):
 def readings_of_a_vote() -> float:
     """The largest norm that is read of majority votes."""
     model = Fixed()
-    synchronizer = sync.Synchronizer(model, sync.plan(model, "SigNUM"))
+    synchronizer = sync.Synchronizer(model, sync.uniform_plan(model, "SigNUM"))
     synchronizer._runtime.watch.ask()
     for _ in range(2):
         model({name: torch.randn(size) for name, size in SIZES.items()}).backward()
@@ -154,7 +154,7 @@ def norms_of_a_mean(compressor: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The norms of means that sketches give in some steps, and those of the means."""
     torch.manual_seed(7 + dist.get_rank())
     model = Fixed()
-    synchronizer = sync.Synchronizer(model, sync.plan(model, compressor))
+    synchronizer = sync.Synchronizer(model, sync.uniform_plan(model, compressor))
     watch, found = synchronizer._runtime.watch, []
     key, size = "first", SIZES["first"]
     for step in range(6):

@@ -17,7 +17,7 @@ from tunings import predicted
 
 LAYER = torch.nn.Linear(32, 32)
 TRACE = Trace("layer", (TracedTensor("bias", 32, 0.01), TracedTensor("weight", 1024, 0.03)), 0.03)
-PLAIN, SIGNS = (sync.plan(LAYER, spec, world_size=2) for spec in ("Identity", "EFSignSGD"))
+PLAIN, SIGNS = (sync.uniform_plan(LAYER, spec, world_size=2) for spec in ("Identity", "EFSignSGD"))
 ARMS = (PLAIN, predicted(SIGNS, "auto"))
 SAFE = stages_of("safe")
 

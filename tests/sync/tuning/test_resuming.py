@@ -122,7 +122,7 @@ def given(front, at_step, kind, folder):
     """A training whose plan is given, continued twice: its plans and its last decisions."""
     saved = Training(front)
     saved.train(0, at_step)
-    saved.handle.change_plan(sync.plan(saved.model, "EFSignSGD"))
+    saved.handle.change_plan(sync.uniform_plan(saved.model, "EFSignSGD"))
     saved.train(at_step, at_step + 3)
     plan, found = saved.handle.plan.fingerprint(), []
     for turn in range(2):

@@ -33,7 +33,7 @@ def trained(attaches: bool) -> Any:
     if handle is None:
         return found
     with pytest.raises(ValueError, match=r"change_plan: parameter 0\.weight has a sparse gradient"):
-        handle.change_plan(sync.plan(model, "BlockQuant"))
+        handle.change_plan(sync.uniform_plan(model, "BlockQuant"))
     state = [(each.level, each.text) for each in handle.decisions], comm_hook(model), handle.steps
     handle.close()
     return found, state

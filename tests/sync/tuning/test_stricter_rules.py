@@ -123,7 +123,7 @@ def given(front, rules, folder):
     before, after = rules
     saved = Training(front, before, HALF)
     saved.train(0, 4)
-    saved.handle.change_plan(sync.plan(saved.model, "EFSignSGD"))
+    saved.handle.change_plan(sync.uniform_plan(saved.model, "EFSignSGD"))
     text = saved.handle.decisions[-1].text
     saved.train(4, 8)
     load = ended(saved, "own", folder)
