@@ -24,7 +24,7 @@ _US = 1e-6
 
 
 @dataclass(frozen=True)
-class RecordedStage:
+class ReplayedStage:
     """A stage of a trace. Times are in seconds since the first stage of the trace.
 
     Attributes:
@@ -45,7 +45,7 @@ class RecordedStage:
 
 
 @dataclass(frozen=True)
-class RecordedMessage:
+class ReplayedMessage:
     """A message of a trace.
 
     Attributes:
@@ -59,12 +59,12 @@ class RecordedMessage:
 
     submitted_s: float
     channel: int
-    stages: tuple[RecordedStage, ...]
+    stages: tuple[ReplayedStage, ...]
     bucket: int
     phases: int
 
 
-def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[RecordedMessage]]]:
+def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[ReplayedMessage]]]:
     """The messages in a file of :func:`gckernels.sync.record_timeline`, by rank and step, in order of submission."""
     ranks: dict[int, dict[int, list[dict[str, Any]]]] = {}
     content = json.loads(Path(path).read_text())
@@ -83,13 +83,13 @@ def read_steps(path: str | os.PathLike[str]) -> dict[int, dict[int, list[Recorde
     }
 
 
-def _messages(events: list[dict[str, Any]]) -> list[RecordedMessage]:
+def _messages(events: list[dict[str, Any]]) -> list[ReplayedMessage]:
     events.sort(key=lambda event: (event["args"]["message"], event["args"]["stage"]))
     free_s: dict[str, float] = {}  # when each lane had finished its earlier work
-    bucket: list[RecordedMessage] = []  # the messages of the current one so far
-    found: list[RecordedMessage] = []
+    bucket: list[ReplayedMessage] = []  # the messages of the current one so far
+    found: list[ReplayedMessage] = []
     for _, group in itertools.groupby(events, key=lambda event: event["args"]["message"]):
-        stages: list[RecordedStage] = []
+        stages: list[ReplayedStage] = []
         first, *_ = same = list(group)
         head = first["args"]
         if bucket and bucket[0].bucket != head["bucket"]:
@@ -102,21 +102,21 @@ def _messages(events: list[dict[str, Any]]) -> list[RecordedMessage]:
             stages.append(_stage(event, max(before_s, free_s.get(event["lane"], -math.inf))))
             free_s[event["lane"]] = stages[-1].end_s
         submitted_s = head["submitted_us"] * _US
-        found.append(RecordedMessage(submitted_s, head["channel"], tuple(stages), head["bucket"], head["phases"]))
+        found.append(ReplayedMessage(submitted_s, head["channel"], tuple(stages), head["bucket"], head["phases"]))
         bucket.append(found[-1])
     return found
 
 
-def _has_waiting_lane(bucket: Sequence[RecordedMessage]) -> bool:
+def _has_waiting_lane(bucket: Sequence[ReplayedMessage]) -> bool:
     """Whether a lane waits for all messages of a bucket."""
     return len(bucket) > 1 or bucket[0].stages[0].begun_s is None
 
 
-def _stage(event: dict[str, Any], ready_s: float) -> RecordedStage:
+def _stage(event: dict[str, Any], ready_s: float) -> ReplayedStage:
     args, start_s, end_s = event["args"], event["ts"] * _US, (event["ts"] + event["dur"]) * _US
     begun_s = args["begun_us"] * _US if "begun_us" in args else None
     spec = spec_from_json(event["name"], args)
-    return RecordedStage(spec, event["lane"], start_s, end_s, begun_s, max(start_s - ready_s, 0.0))
+    return ReplayedStage(spec, event["lane"], start_s, end_s, begun_s, max(start_s - ready_s, 0.0))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Replay:
         return self.replayed_s / self.measured_s - 1.0
 
 
-def replay(messages: list[RecordedMessage], with_hand_overs: bool = False) -> Replay:
+def replay(messages: list[ReplayedMessage], with_hand_overs: bool = False) -> Replay:
     """Submit the messages of a step to virtual lanes, at the recorded times.
 
     Args:
@@ -147,7 +147,7 @@ def replay(messages: list[RecordedMessage], with_hand_overs: bool = False) -> Re
     """
     message_s = 0.0
 
-    def cost(stage: RecordedStage) -> Cost:
+    def cost(stage: ReplayedStage) -> Cost:
         if stage.begun_s is not None:
             return Cost(Need(stage.end_s - stage.begun_s), stage.begun_s - message_s)
         return Cost(Need(stage.end_s - stage.start_s + (stage.handed_over_s if with_hand_overs else 0.0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import time
 import weakref
@@ -123,7 +122,6 @@ def measured_profile(
 
     def measure(own: dist.ProcessGroup) -> Measured:
         try:
-            importlib.import_module("..planner.choice", __package__)  # a tenth of a second, not in a training step
             found = measured_or_kept(SECONDS - SPARE_S, methods, own, cache=cache, progress=progress, extent=extent())
             return Measured(found, progress.has_begun)
         finally:

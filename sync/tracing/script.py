@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..traces.model_trace import Trace
-from .model_tracing import ModelTracing, trace_model
+from .model_tracing import ModelTracing
 
 
 class ScriptError(RuntimeError):
@@ -29,7 +29,7 @@ class _Recorded(BaseException):  # so that no "except Exception" of the script c
 def trace_of_script(
     script: str,
     arguments: Sequence[str],
-    record: Callable[[DistributedDataParallel], ModelTracing],
+    begin: Callable[[DistributedDataParallel], ModelTracing],
     *,
     is_module: bool = False,
     goes_on: bool = False,
@@ -40,7 +40,7 @@ def trace_of_script(
     Args:
         script: the path of the script, or the name of a module.
         arguments: the script's own arguments.
-        record: begins the recording of the model, when the script has made it.
+        begin: begins to trace the model, when the script has made it.
         is_module: whether ``script`` is the name of a module.
         goes_on: whether the script runs to its end; otherwise it is ended at the first forward after the recording.
 
@@ -52,7 +52,7 @@ def trace_of_script(
     def made(ddp_model: DistributedDataParallel) -> None:
         if recordings:
             return  # a second model
-        recordings.append(trace_model(ddp_model))
+        recordings.append(begin(ddp_model))
         if not goes_on:
             ddp_model.register_forward_pre_hook(stop_when_done)
 

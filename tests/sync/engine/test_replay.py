@@ -17,7 +17,7 @@ from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Stage, Unit
 from gckernels.sync.messages.seeds import Seeds
-from gckernels.sync.planner.replay import RecordedMessage, read_steps, replay
+from gckernels.sync.planner.replay import ReplayedMessage, read_steps, replay
 from gckernels.sync.planner.timeline.simulator import Need
 from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync.programs import PROGRAMS, ring
@@ -79,7 +79,7 @@ def train(path: str, *setting) -> None:
     synchronizer.close()
 
 
-def steps_of(path: Path) -> list[list[RecordedMessage]]:
+def steps_of(path: Path) -> list[list[ReplayedMessage]]:
     return [messages for steps in read_steps(path).values() for messages in steps.values()]
 
 
@@ -102,7 +102,7 @@ def test_a_replay_takes_as_long_as_the_step(tmp_path, setting):
         assert sum(stage.lane.startswith("average") for each in messages for stage in each.stages) > 1
 
 
-def with_equal_exchanges(messages: list[RecordedMessage]) -> list[RecordedMessage]:
+def with_equal_exchanges(messages: list[ReplayedMessage]) -> list[ReplayedMessage]:
     """Messages that are submitted together, with a second for each collective and nothing for other stages."""
     made = []
     for message in messages:

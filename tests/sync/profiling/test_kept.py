@@ -18,7 +18,7 @@ from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, Col
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import REFUSED_ERROR, Profile, Stamp
 from gckernels.sync.planner.machines.profile_json import profile_to_json
-from gckernels.sync.profiling import measure
+from gckernels.sync.profiling import request
 from gckernels.sync.profiling.profile_cache import find, is_complete, with_profile
 from gckernels.sync.profiling.request import measured_or_kept
 from gckernels.sync.programs import Level, Place
@@ -74,7 +74,7 @@ def kept(cache: str, calls: Sequence[tuple[float, Profile]]) -> list[str]:
     with mock.patch.dict(os.environ, GCKERNELS_CACHE=cache):
         for number, (seconds, measured) in enumerate(calls):
             made = replace(measured, stamp=replace(WHOLE.stamp, date=str(number)))
-            with mock.patch.object(measure, "measure_profile", lambda *_, made=made: made):
+            with mock.patch.object(request, "measure_profile", lambda *_, made=made: made):
                 found.append(measured_or_kept(seconds, ["Identity", "Cast16"]).stamp.date)
     return found
 

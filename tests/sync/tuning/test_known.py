@@ -18,12 +18,11 @@ from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, Col
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.machines.scaling import sending_bit_per_s
-from gckernels.sync.predictive import machine_cache
+from gckernels.sync.predictive import codec_probe, machine_cache
 from gckernels.sync.predictive.bandwidth_probe import measured_bit_per_s, with_link
 from gckernels.sync.predictive.codec_probe import ELEMENTS, measured_codec_speed, with_codec_speed
 from gckernels.sync.predictive.machine_cache import Since
 from gckernels.sync.predictive.measuring import Measured
-from gckernels.sync.profiling.measurements import codecs
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from planning import SimpleMachine
@@ -152,7 +151,7 @@ def looks_in_vain() -> tuple[object, object, Since]:
 
     with mock.patch.object(machine_cache, "measured_profile", lambda *_: found):
         machine = machine_cache.KnownMachine(Ranks(group(), CPU), [])
-    with mock.patch.object(codecs, "timed", fails if dist.get_rank() else codecs.timed):
+    with mock.patch.object(codec_probe, "timed", fails if dist.get_rank() else codec_probe.timed):
         first, since = machine.look(), machine.since
     assert since == Since()
     return first, machine.look() is found.profile, machine.since
