@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import from_spec
-from gckernels.sync import Plan, Synchronizer, Topology, UnitPlan, plan, record_timeline
+from gckernels.sync import Plan, Synchronizer, Topology, UnitPlan, record_timeline, uniform_plan
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
@@ -48,8 +48,8 @@ def plan_of(model: torch.nn.Module, spec: str, program: str, channels: int, max_
     """A plan that averages every third matrix in place, so that messages of several kinds share a bucket."""
     ranks = dist.get_world_size()
     steps = {**PROGRAMS, "ring": ring(ranks)}[program]
-    planned = plan(model, from_spec(spec), program=steps, topology=topology(ranks))
-    dense = plan(model, from_spec("Identity"), program=PROGRAMS["allreduce"])
+    planned = uniform_plan(model, from_spec(spec), program=steps, topology=topology(ranks))
+    dense = uniform_plan(model, from_spec("Identity"), program=PROGRAMS["allreduce"])
     pairs = zip(planned.units, dense.units, strict=True)
     units = tuple(other if index % 3 == 2 else unit for index, (unit, other) in enumerate(pairs))
     planned = dataclasses.replace(planned, units=units, channels=channels)

@@ -23,9 +23,9 @@ SPECS = {"four": "BlockQuant(bits=4)"}
 TIMES_S = {PLAIN: 1.0, "four": 0.5}
 POINTS = {
     "profile": (measuring, "measured_or_kept"),
-    "recorder": (searching, "Recorder"),
+    "recorder": (searching, "ModelTracer"),
     "errors": (ModelTracer, "errors"),
-    "trace": (searching.Recorder, "trace"),
+    "trace": (searching.ModelTracer, "trace"),
     "proposal": (searching, "proposal"),
     "reading": (Proposal, "from_text"),
     "change": (Attachment, "_let_follow"),

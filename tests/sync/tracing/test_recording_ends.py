@@ -141,7 +141,7 @@ def test_wrong_arguments_are_refused():
         expected += ("a parameter", "do not have the same settings", "recorded already", "communication hook")
         assert len(messages) == len(expected)
         for message, part in zip(messages, expected, strict=True):
-            assert message.startswith("record:") and part in message
+            assert message.startswith("trace_model:") and part in message
 
 
 def test_the_trace_is_not_there_before_the_end():

@@ -118,7 +118,7 @@ def _broken(fault, where):
     if dist.get_rank() != where:
         return mock.patch.object(searching, "RECORDED", searching.RECORDED)
     return {
-        "recorder": mock.patch.object(searching, "Recorder", fails),
+        "recorder": mock.patch.object(searching, "ModelTracer", fails),
         "errors": mock.patch.object(ModelTracer, "errors", fails),
         "proposal": mock.patch.object(searching, "proposal", fails),
         "reading": mock.patch.object(Proposal, "from_text", fails),
