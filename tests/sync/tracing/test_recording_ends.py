@@ -138,7 +138,7 @@ def refused():
 def test_wrong_arguments_are_refused():
     for messages in values_of(run_ranks(2, refused)):
         expected = ("steps must", "warmup must", "compressors must", "Nothing", "name must", "torch.nn.Module")
-        expected += ("a parameter", "do not have the same settings", "recorded already", "communication hook")
+        expected += ("a parameter", "do not have the same settings", "traced already", "communication hook")
         assert len(messages) == len(expected)
         for message, part in zip(messages, expected, strict=True):
             assert message.startswith("trace_model:") and part in message
