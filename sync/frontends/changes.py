@@ -69,7 +69,7 @@ class Changeable(ABC):
         The next step is exact, and also sends what residuals hold; then the new plan runs. With a gradient scaler there
         are two such steps, and more while the scaler skips them. There are up to 10 while parameters with residuals are
         not used; what these hold then, and what frozen ones hold, is added to their next gradient, whatever the plan.
-        If nothing is unsent, the new plan runs at once. Meanwhile :attr:`is_changing` is true, :attr:`plan` is the old
+        If nothing is unsent, the new plan runs at once. Meanwhile :attr:`is_changing` is true, ``plan`` is the old
         plan, and so is that of checkpoints. The plan takes the settings with which the attachment or synchronizer was
         made, such as ``strict`` and ``start_step``.
 

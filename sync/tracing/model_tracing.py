@@ -1,4 +1,4 @@
-"""ModelTracing of a training: :func:`record` measures some of its steps and makes a trace of them."""
+"""Traces of models: :func:`trace_model` measures some steps of a training and makes a model trace of them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _check_ddp(ddp_model: DistributedDataParallel) -> None:
 
 
 class ModelTracing:
-    """The measurement that :func:`record` has begun.
+    """The measurement that :func:`trace_model` has begun.
 
     As a context manager it is closed at the end of the block, whether that ends with an error or not.
     """
