@@ -1,4 +1,4 @@
-"""ModelTracing of a training script that knows nothing of it: its first DDP model is recorded."""
+"""Model traces of training scripts that know nothing of it: the first DDP model of a script is measured."""
 
 from __future__ import annotations
 
