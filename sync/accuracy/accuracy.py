@@ -30,7 +30,7 @@ from gckernels.ops import BlockQuant, Identity, PowerSGD, RandomK
 from ..plans.arguments import as_method
 from ..plans.plan import Plan
 from ..traces.model_trace import Role, Trace, TracedTensor, TraceError
-from .synthetic_errors import assumed_error
+from .errors import assumed_error
 
 SAFE_ERROR = 0.2
 AGGRESSIVE_ERROR = 0.9

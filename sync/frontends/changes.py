@@ -26,7 +26,7 @@ from ..communication.collectives import on_any_rank_each
 from ..engine.runtime import Runtime
 from ..plans.plan import Plan, UnitPlan
 from ..states.resuming import resumable
-from .memory_headroom import Room, require_room
+from .budget import Room, require_room
 from .parked import Parked
 from .request import Request
 

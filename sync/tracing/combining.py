@@ -6,19 +6,19 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import gckernels
 
 from ..communication.cores import Cores
 from ..plans.strides import in_reals, memory_shape
 from ..traces.model_trace import Role, Trace, TracedTensor
-from .roles import roles_of
 from .watch import NOT_READY, StepTimes, WatchedStep
 
 _NOTABLE = 0.05  # a smaller part of a step is not worth a word
@@ -226,3 +226,32 @@ def _median(times: Sequence[float]) -> float:
     """The median of those times that are known; 0 if none is."""
     known = [each for each in times if each >= 0]
     return statistics.median(known) if known else 0.0
+
+
+def roles_of(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], backward_order: Iterable[str]
+) -> dict[str, Role]:
+    """The role of every parameter, by name.
+
+    The output is the weight of the last ``nn.Linear``, the first one whose gradient is ready. A model whose last layer
+    has the weight of an embedding has none: that weight is an embedding.
+
+    Args:
+        module: the model.
+        parameters: its parameters, by name.
+        backward_order: the names, in the order in which the gradients are ready.
+    """
+    modules = list(module.modules())
+    embeddings = {id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
+    linear = {id(each.weight) for each in modules if isinstance(each, nn.Linear)}
+    roles = {}
+    for name, parameter in parameters.items():
+        if id(parameter) in embeddings:
+            roles[name] = Role.EMBEDDING
+        else:
+            roles[name] = Role.VECTOR if parameter.dim() < 2 else Role.WEIGHT
+    if not embeddings & linear:
+        last = next((name for name in backward_order if id(parameters[name]) in linear), None)
+        if last is not None:
+            roles[last] = Role.OUTPUT
+    return roles

@@ -28,11 +28,10 @@ from ..predictive.machine_cache import KnownMachine
 from ..predictive.searching import PlanSearch
 from ..stats.decisions import Decision
 from ..traces.model_trace import Trace, TraceError
-from .backoff import Retries
 from .decisions import short_sentences
 from .decisions.sentences import PLAIN as PLAIN_GOES_ON
 from .decisions.sentences import failed, restarted, resumed
-from .progress import Progress
+from .progress import Progress, Retries
 from .trials.rules import STEPS, Phase, refusal
 from .trials.trial_report import outcome
 from .trials.trial_runner import Refused, Steps, changed, played

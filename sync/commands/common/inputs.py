@@ -8,11 +8,14 @@ import math
 import shlex
 from collections.abc import Iterable
 
+import torch
+
 import gckernels
+from gckernels.codec import GRAD_DTYPES, Codec
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
-from ...accuracy.accuracy import allowed_compressors, start_step
+from ...accuracy.accuracy import allowed_compressors, fitted, start_step
 from ...planner.choice import policy_of
 from ...planner.drafts.problem import Problem, ProblemError
 from ...planner.machines.files import load_machine, machine_names
@@ -29,7 +32,6 @@ from .caveats import Caveats
 from .files import STANDARD, source
 from .kinds import MAKE_MACHINE, MAKE_TRACE, reading_kind
 from .outcome import CommandError, bad_data, wrong_use
-from .usable import why_unusable
 
 ACCURACIES = ("exact", "safe", "aggressive")
 
@@ -225,3 +227,23 @@ def accuracy_of(accuracy: str, compressors: list[str] | None) -> str | float | l
         allowed = f"{', '.join(ACCURACIES)} or a number from 0 to 1"
         raise wrong_use(f"--accuracy must be {allowed}, got {accuracy!r}", "gckernels plan --help explains them")
     return number
+
+
+def why_unusable(method: Compressor, trace: Trace) -> str | None:
+    """Why no gradient of a trace may use a method even if it is named; ``None`` if one may."""
+    if method == Identity():
+        return "it compresses nothing"
+    if any(allowed_compressors(trace, [method]).values()):
+        return None
+    tensors = [tensor for tensor in trace.tensors if tensor.dtype in GRAD_DTYPES]
+    if not tensors:
+        return f"gradients are of {_names(tensor.dtype for tensor in trace.tensors)}, it takes {_names(GRAD_DTYPES)}"
+    if any(fitted(method, tensor) for tensor in tensors):
+        return "it is for matrices, and all gradients are vectors"
+    if not isinstance(method, Codec) and all(tensor.shape is None for tensor in tensors):
+        return "it needs the shapes of matrices, which the trace does not have"
+    return "no gradient has a shape for it"
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))

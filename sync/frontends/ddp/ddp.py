@@ -34,10 +34,9 @@ from ..request import Request
 from .ddp_buckets import DdpBuckets, UnplannedError
 from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
 from .late import average_late
-from .others import OtherParameters, listed
+from .others import OtherParameters, UsedParameters, listed
 from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .step_ends import StepEnds, in_join, join_of
-from .used import UsedParameters
 
 A = TypeVar("A", bound="DdpAttachment")
 _NO_INPUTS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ..checks.models import on_accumulated
 
 _SHOWN = 5  # names in an error
 
@@ -81,3 +84,24 @@ def names_in(ddp_model: DistributedDataParallel | None, parameters: Iterable[tor
     module = None if ddp_model is None else ddp_model.module
     names = {} if module is None else {id(each): name for name, each in module.named_parameters()}
     return [names.get(id(each), f"one of shape {tuple(each.shape)}") for each in parameters]
+
+
+class UsedParameters:
+    """The parameters that have had a gradient on this rank since the last average, even if it was only accumulated.
+
+    Args:
+        parameters: the parameters to watch.
+
+    Attributes:
+        ids: the ids of the used ones so far.
+        handles: handles of the hooks, which end the watch when they are removed.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.ids: set[int] = set()
+        self.handles: list[RemovableHandle] = [on_accumulated(each, _adding(self.ids)) for each in parameters]
+
+
+def _adding(ids: set[int]) -> Callable[[torch.Tensor], None]:
+    """The hook of a parameter, which refers to none."""
+    return lambda parameter: ids.add(id(parameter))

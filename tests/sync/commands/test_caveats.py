@@ -13,7 +13,7 @@ import torch
 import gckernels
 from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_trace
 from gckernels.sync import Topology
-from gckernels.sync.commands.common.unit_hints import slips_of_machine
+from gckernels.sync.commands.common.caveats import slips_of_machine
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.files import load_machine, machine_names

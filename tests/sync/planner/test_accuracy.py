@@ -27,7 +27,7 @@ from gckernels.sync.accuracy.accuracy import (
     relative_error,
     start_step,
 )
-from gckernels.sync.accuracy.synthetic_errors import assumed_error
+from gckernels.sync.accuracy.errors import assumed_error
 from gckernels.sync.plans.plan import Plan, UnitPlan
 from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor, TraceError
 

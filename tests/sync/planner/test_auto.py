@@ -11,8 +11,7 @@ import pytest
 
 import gckernels
 from gckernels.sync import Topology
-from gckernels.sync.planner.bound import free_problem
-from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.choice import POLICIES, free_problem
 from gckernels.sync.planner.drafts.draft_times import step_s
 from gckernels.sync.planner.drafts.drafts import Option, draft_of, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.planner.drafts.options import all_options, variants

@@ -11,8 +11,8 @@ import pytest
 from gckernels.sync.communication.agreement import Failure
 from gckernels.sync.predictive import machine_cache, searching
 from gckernels.sync.predictive.measuring import Measured
-from gckernels.sync.tuning import backoff
-from gckernels.sync.tuning.backoff import Retries
+from gckernels.sync.tuning import progress
+from gckernels.sync.tuning.progress import Retries
 from gckernels.sync.tuning.trials.rules import STEPS
 from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.watching.drift import Allowance
@@ -59,7 +59,7 @@ def fails_at_first(front: str, fault: str, failures: int) -> Any:
 
     with (
         scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles),
-        mock.patch.object(backoff, "REPLAN_STEPS", SOON),
+        mock.patch.object(progress, "REPLAN_STEPS", SOON),
         mock.patch.object(searching, "proposal", proposal),
         mock.patch.object(machine_cache, "measured_profile", profile),
     ):
@@ -118,7 +118,7 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
         mock.patch.object(searching, "proposal", proposal),
         mock.patch.object(machine_cache, "measured_bit_per_s", bit_per_s),
         mock.patch.object(watching, "Monitor", ScriptedMonitor),
-        mock.patch.object(backoff, "REPLAN_STEPS", SOON),
+        mock.patch.object(progress, "REPLAN_STEPS", SOON),
     ):
         model, handle = tuned_handle("ddp", module)
         handles.append(handle)
