@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .optimizer_checks import in_a_scaler
+from .optimizer_checks import groups_with, in_a_scaler
 
 _THROWN_AWAY = (
     "gckernels: the gradients of a synchronised backward were cleared before an optimizer used them. Error feedback "
@@ -77,7 +77,7 @@ class GradientUse:
         self._handles.clear()
 
     def _has(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
+        return any(groups_with(optimizer, self._ids))
 
     def _begin_step(self) -> None:
         if not self._sees_optimizer and in_a_scaler():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -13,6 +13,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ...plans.plan import Plan
+
+
+def groups_with(optimizer: torch.optim.Optimizer, ids: Set[int]) -> Iterator[dict[str, Any]]:
+    """The parameter groups of an optimizer that have a parameter with one of the ``ids``; none if there are no ids."""
+    return (group for group in optimizer.param_groups if ids and not ids.isdisjoint(map(id, group["params"])))
 
 
 def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> RemovableHandle:
@@ -28,9 +33,7 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> R
     watched = {id(parameter) for parameter in parameters}  # no references, which would keep the model alive
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not watched:
-            return
-        groups = [group for group in optimizer.param_groups if not watched.isdisjoint(map(id, group["params"]))]
+        groups = list(groups_with(optimizer, watched))
         if not groups:
             return
         watched.clear()  # the hook cannot be removed here: torch iterates over its hooks
@@ -58,7 +61,7 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
     watched = {id(parameter) for parameter in parameters}
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not watched or all(watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+        if not any(groups_with(optimizer, watched)):
             return
         watched.clear()
         if in_a_scaler():
@@ -136,7 +139,7 @@ def warn_of_steps_in_backward(parameters: Iterable[torch.nn.Parameter]) -> Remov
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch._C._current_autograd_node() is None:  # as in callbacks at the end of backward
             return
-        if any(not watched.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+        if any(groups_with(optimizer, watched)):
             watched.clear()
             warnings.warn(
                 f"gckernels: a hook of a parameter calls {type(optimizer).__name__}.step in backward, before the "
