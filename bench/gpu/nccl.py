@@ -60,7 +60,7 @@ def ranks(name: str, *arguments: str) -> Callable[[Budget], Result]:
 CAPTURED = "tests/sync/messages/test_captured_steps.py"
 
 PARTS = (
-    Part("streams", ranks("streams", "tests/sync/engine/test_tracing.py"), max_s=40),
+    Part("streams", ranks("streams", "tests/sync/engine/test_timeline_recorder.py"), max_s=40),
     Part("device", ranks("device", "tests/sync/frontends/test_gpu.py", CAPTURED, "-k", "device"), max_s=130, min_s=30),
     Part("host", ranks("host", "tests/sync/frontends/test_gpu.py", "-k", "host"), max_s=90, min_s=30),
     Part("options", ranks("options", "tests/sync/programs/test_options.py"), max_s=240, min_s=40),

@@ -7,6 +7,7 @@ import os
 import re
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,13 @@ def test_a_run_that_has_no_more_time_keeps_what_it_found(out, toy, workers, monk
 
 def test_no_tests_are_no_success(out, toy):
     assert not pytest_runs.run("toy", [toy(), "-k", "nothing"], Budget(100)).ok
+
+
+def test_files_of_tests_that_parts_name_exist():
+    folder = Path(pytest_runs.__file__).parent
+    named = {path for script in folder.glob("*.py") for path in re.findall(r"\btests/[\w/]+\.py", script.read_text())}
+    assert "tests/sync/frontends/test_gpu.py" in named
+    assert [path for path in sorted(named) if not (folder.parents[1] / path).is_file()] == []
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from gckernels import sync
-from gckernels.sync.tuning import running
+from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.trials.rules import MORE, STEPS
 
 os.environ["XDG_CACHE_HOME"] = os.getcwd()
-running.Monitor = functools.partial(running.Monitor, window=5)
+watching.Monitor = functools.partial(watching.Monitor, window=5)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
