@@ -1,6 +1,8 @@
-"""Gradient synchronisation for PyTorch: plans, programs, and two ways to attach them to a model."""
+"""Gradient synchronisation for PyTorch: plans, programs, and the way to attach them to a model."""
 
 from . import programs as programs
+from .attaching.attach import attach
+from .attaching.attachment import Attachment
 from .engine.timeline_recorder import record_timeline
 from .frontends.request import uniform_plan
 from .plans.builders import exempt_vectors
@@ -11,18 +13,16 @@ from .programs.topology import Topology
 from .traces.model_trace import Trace, TraceError
 from .traces.trace_files import read_trace, write_trace
 from .tracing import ModelTracing, trace_model
-from .tuning.attach import attach
-from .tuning.attachment import Attachment
-from .tuning.synchronizer import Synchronizer
+from .tuning.auto import Auto
 
 __all__ = [
     "Attached",
     "Attachment",
+    "Auto",
     "ModelTracing",
     "Plan",
     "PlanError",
     "Prediction",
-    "Synchronizer",
     "Topology",
     "Trace",
     "TraceError",

@@ -118,7 +118,7 @@ class Arm:
             self.attachment = sync.attach(self.model, spec)
             return None
         if isinstance(spec, Tuned):
-            self.attachment = sync.attach(self.model, accuracy=spec.accuracy, steps=spec.steps)
+            self.attachment = sync.attach(self.model, sync.Auto(accuracy=spec.accuracy, steps=spec.steps))
             return None
         if spec in (PLAIN, AGAIN):
             return lambda: 4.0 * numel

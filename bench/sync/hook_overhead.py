@@ -13,7 +13,7 @@ CPU time of the process, all threads together. The arms:
   in place by its hook.
 - ``closed``: an attachment that has compressed, and was closed.
 - ``identity allgather``: an attachment that encodes, gathers and decodes every gradient, exactly.
-- ``synchronizer allreduce``, ``synchronizer allgather``: a ``Synchronizer`` instead of DDP, with the plans of the arms
+- ``synchronizer allreduce``, ``synchronizer allgather``: a bare module instead of DDP, with the plans of the arms
   of these names.
 """
 
@@ -62,7 +62,7 @@ class Arms:
 
     def __init__(self, device: torch.device, batch: torch.Tensor) -> None:
         self._device = device
-        self._handles: list[sync.Attachment | sync.Synchronizer] = []
+        self._handles: list[sync.Attachment] = []
         self.models: dict[str, torch.nn.Module] = {name: self._wrapped() for name in ("plain", "plain again")}
         self.models["torch's hook"] = self._wrapped()
         self.models["torch's hook"].register_comm_hook(None, allreduce_hook)
@@ -75,7 +75,7 @@ class Arms:
             self.models[f"identity {name}"] = self._attached("Identity", program)
             self.models[f"synchronizer {name}"] = alone = mlp().to(device)
             plan = sync.uniform_plan(alone, gckernels.Identity(), program=program)
-            self._handles.append(sync.Synchronizer(alone, plan, bucket_cap_mb=BUCKET_CAP_MB))
+            self._handles.append(sync.attach(alone, plan, bucket_cap_mb=BUCKET_CAP_MB))
 
     def _wrapped(self) -> DistributedDataParallel:
         return DistributedDataParallel(mlp().to(self._device), bucket_cap_mb=BUCKET_CAP_MB)
@@ -89,7 +89,7 @@ class Arms:
         return model
 
     def close(self) -> None:
-        """End all attachments and synchronizers."""
+        """End all attachments."""
         for handle in self._handles:
             handle.close()
 

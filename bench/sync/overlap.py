@@ -3,7 +3,7 @@
     python -m bench.sync.overlap
     python -m bench.sync.overlap --rate 100mbit --world-size 4 --compressors EFSignSGD --programs alltoall
 
-A ``Synchronizer`` synchronises a large parameter and some small ones, on links of a known rate (``sync/lab``, needs
+A bare module with a large parameter and some small ones is synchronised on links of a known rate (``sync/lab``, needs
 root). The large parameter is one unit or is cut into two or four parts, and the plan has one, two or four channels. All
 these arms, and the first one again to show the noise floor, take turns within one process. Every step is recorded by
 ``gckernels.sync.record_timeline``, and ``lib/spans.py`` computes busy times from the trace. Rows of
@@ -101,7 +101,7 @@ class Arm:
         for name, grad in grads.items():
             # nothing is trained: the parameters' values do not matter, so each shares the memory of its gradient
             self._model.register_parameter(name, torch.nn.Parameter(grad.detach()))
-        self.synchronizer = sync.Synchronizer(self._model, plan)
+        self.synchronizer = sync.attach(self._model, plan)
 
     def step(self, path: Path) -> list[Busy]:
         """Run and trace a step; returns the busy times by rank on rank 0, an empty list on the others."""

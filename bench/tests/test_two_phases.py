@@ -16,7 +16,7 @@ SHAPE = 50, 70
 def averages() -> tuple[torch.Tensor, torch.Tensor]:
     """The averages of the engine and of the example for the same gradients, in three steps."""
     network = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)
-    synchronizer = sync.Synchronizer(network, "EFSignSGD")
+    synchronizer = sync.attach(network, "EFSignSGD")
     two_phases = TwoPhases(gckernels.EFSignSGD(), network.weight.numel())
     generator = torch.Generator().manual_seed(dist.get_rank())
     engine, example = [], []

@@ -175,7 +175,7 @@ def attached(
         use_hook(ddp, arm, group)
         return None
     if arm in (AUTO_SAFE, AUTO_AGGRESSIVE):
-        return sync.attach(ddp, accuracy=arm.rpartition(", ")[2], steps=model.steps)
+        return sync.attach(ddp, sync.Auto(accuracy=arm.rpartition(", ")[2], steps=model.steps))
     compressor = recipe.compressor(arm, model.adamw, model.steps)
     plan = sync.uniform_plan(ddp, compressor, exempt=recipe.exempt)
     return sync.attach(ddp, plan, seed=seed, start_step=int(recipe.exact * model.steps))

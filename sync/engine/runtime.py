@@ -1,6 +1,6 @@
 """Execution of a plan on one rank: messages, their engine, residuals, the number of the training step.
 
-A :class:`Runtime` gets pieces of gradient from the DDP hook or the synchronizer, groups them into messages, and runs
+A :class:`Runtime` gets pieces of gradient from a front end, groups them into messages, and runs
 these on its engine. Everything that must survive the process is in its ``state_dict``.
 """
 

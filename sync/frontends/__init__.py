@@ -1,1 +1,1 @@
-"""Entry points: the DDP hook, the synchronizer, and the checks before anything is built."""
+"""Front ends: the ways in which gradients come from a model, and the checks before anything is built."""

@@ -35,7 +35,7 @@ from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, sp
 from ..states.jobs import Job
 from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
 from ..states.resharding import check_fit, route
-from .parked import Parked
+from .parking import Parking
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -44,36 +44,38 @@ _UNREAD = torch.nan  # marks elements that DCP has not loaded
 
 
 class Saved(Protocol):
-    """The parts of an attachment or a synchronizer that a checkpoint saves and loads."""
+    """The parts of an attachment that a checkpoint saves and loads."""
 
-    _runtime: Runtime
-    _parked: Parked | None
-    _adopts_plans: bool
-
-    def _notes(self) -> dict[str, str]: ...
-    def _read_notes(self, job: Job) -> Callable[[], None]: ...
-    def _adopt(self, saved: Plan) -> None: ...
+    @property
+    def runtime(self) -> Runtime: ...
+    @property
+    def parking(self) -> Parking: ...
+    @property
+    def adopts_plans(self) -> bool: ...
+    def notes(self) -> dict[str, str]: ...
+    def read_notes(self, job: Job) -> Callable[[], None]: ...
+    def adopt(self, saved: Plan) -> None: ...
 
 
 class Checkpoint:
-    """The residuals of an attachment or a synchronizer on all its ranks, for ``torch.distributed.checkpoint`` (DCP).
+    """The residuals of an attachment on all its ranks, for ``torch.distributed.checkpoint`` (DCP).
 
     It is ``Stateful``: a value of the dict that every rank passes to ``save``, ``async_save`` or ``load``. The method
-    ``checkpoint`` of an attachment or a synchronizer creates it and documents its arguments.
+    ``checkpoint`` of an attachment creates it and documents its arguments.
     """
 
-    def __init__(self, handle: Saved, reads: Any, key: str | None) -> None:
+    def __init__(self, saved: Saved, reads: Any, key: str | None) -> None:
         if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
             raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
         if not (key is None or isinstance(key, str)):
             raise TypeError(f"checkpoint: key must be a string, got {type(key).__name__}")
-        self._handle, self._key = handle, key
+        self._training, self._key = saved, key
         self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
 
     @property
     def _runtime(self) -> Runtime:
         """The runtime of the plan that runs now."""
-        return self._handle._runtime
+        return self._training.runtime
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors and the header that DCP saves, or the tensors into which it loads.
@@ -107,7 +109,7 @@ class Checkpoint:
             job = parse(state.get(HEADER))
             check_fit(job.plan, runtime.plan)
             loaded = self._loaded(job, state)
-            return (loaded, self._handle._read_notes(loaded)), [state[HEADER]]
+            return (loaded, self._training.read_notes(loaded)), [state[HEADER]]
 
         job, take_notes = agreed("load", runtime.group, runtime.device, check)
         runtime.take_over(job)
@@ -121,9 +123,9 @@ class Checkpoint:
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
         state = runtime.state_dict(_CPU)
-        parked = self._handle._parked
-        parts, sizes = ({}, {}) if parked is None else (parked.state_dict(_CPU), parked.sizes)
-        found: dict[str, Any] = {HEADER: text_of(state | self._handle._notes(), sizes)}
+        parking = self._training.parking
+        parts, sizes = parking.state_dict(_CPU), parking.sizes
+        found: dict[str, Any] = {HEADER: text_of(state | self._training.notes(), sizes)}
         feedback: RankState = state["feedback"]
         job = Job(runtime.plan, runtime.topology, state["step"], frozenset(state["units"]), {})
         mesh = self._mesh()
@@ -149,8 +151,8 @@ class Checkpoint:
         read: dict[str, Any] = {name: ""}
         load(read, storage_reader=reader, process_group=runtime.group)
         job = parse(read[name])
-        if self._handle._adopts_plans:
-            self._handle._adopt(job.plan)
+        if self._training.adopts_plans:
+            self._training.adopt(job.plan)
         check_fit(job.plan, self._runtime.plan)
         return split(name)[1], job
 

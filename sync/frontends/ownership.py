@@ -24,10 +24,10 @@ recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Holder(Protocol):
-    """An attachment or a synchronizer, which holds a claim."""
+    """An attachment, which holds a claim."""
 
     @property
-    def _is_spent(self) -> bool:
+    def is_spent(self) -> bool:
         """Whether another one may take its place, because it cannot go on."""
 
     def close(self) -> None:
@@ -35,12 +35,12 @@ class Holder(Protocol):
 
 
 class Claim:
-    """The exclusive claim of one attachment or synchronizer on its parameters, until :meth:`release` or until the claim
+    """The exclusive claim of one attachment on its parameters, until :meth:`release` or until the claim
     is garbage.
 
     Args:
         parameters: the parameters.
-        holder: the attachment or synchronizer, which the claim does not keep alive.
+        holder: the attachment, which the claim does not keep alive.
         modules: the modules that have the parameters, where these may be replaced.
     """
 
@@ -55,10 +55,10 @@ class Claim:
     def is_spent(self) -> bool:
         """Whether others may claim the parameters, after :func:`end_spent`."""
         holder = self._holder()
-        return holder is None or holder._is_spent
+        return holder is None or holder.is_spent
 
     def end(self) -> None:
-        """Close the attachment or synchronizer."""
+        """Close the attachment."""
         if (holder := self._holder()) is not None:
             holder.close()
 
@@ -73,7 +73,7 @@ class Claim:
 
 
 def refuse_claimed(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise a ValueError that names a parameter if an attachment or a synchronizer has claimed it, and is not spent."""
+    """Raise a ValueError that names a parameter if an attachment has claimed it, and is not spent."""
 
     def claimed() -> Iterator[str]:
         for claim in list(_claims):
@@ -83,13 +83,11 @@ def refuse_claimed(caller: str, parameters: Mapping[str, torch.nn.Parameter]) ->
 
     name = _confirmed(claimed)
     if name is not None:
-        raise ValueError(
-            f"{caller}: parameter {name} is synchronised by another attachment or Synchronizer; close() that first"
-        )
+        raise ValueError(f"{caller}: parameter {name} is synchronised by another attachment; close() that first")
 
 
 def end_spent(model: torch.nn.Module) -> None:
-    """Close the attachments and synchronizers of a model and its parts that are spent. Nobody else may have kept them.
+    """Close the attachments of a model and its parts that are spent. Nobody else may have kept them.
     Every rank calls it."""
     things: list[torch.nn.Parameter | torch.nn.Module] = [*model.parameters(), *model.modules()]
     for claim in list(_claims):
@@ -108,7 +106,7 @@ def refuse_wrapped(caller: str, parameters: Mapping[str, torch.nn.Parameter]) ->
     name = _confirmed(wrapped)
     if name is not None:
         raise ValueError(
-            f"{caller}: parameter {name} is averaged by a DistributedDataParallel model, too; use attach() with it"
+            f"{caller}: parameter {name} is averaged by a DistributedDataParallel model, too; attach to that model"
         )
 
 

@@ -16,6 +16,7 @@ import gckernels
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
+from ..engine.runtime import Runtime
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
 from ..plans.builders import plan_of_parameters
 from ..plans.plan import Attached, Plan, PlanError
@@ -24,7 +25,8 @@ from ..programs.topology import Topology
 from .budget import within_budget
 from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
 
-_CALLERS = {Attached.DDP: "attach", Attached.SYNCHRONIZER: "Synchronizer"}
+_CALLER = "attach"
+_SERVED = {Attached.DDP: "DistributedDataParallel models", Attached.SYNCHRONIZER: "bare modules"}
 
 
 def uniform_plan(
@@ -38,17 +40,17 @@ def uniform_plan(
 ) -> Plan:
     """A plan with the same compressor and program for every parameter that is not exempt.
 
-    :func:`~gckernels.sync.attach` and :class:`~gckernels.sync.Synchronizer` take the plan. All ranks make the same one.
-    Making a plan is not collective and needs no process group if ``world_size`` or ``topology`` is given.
+    :func:`~gckernels.sync.attach` takes the plan. All ranks make the same one. Making it is not collective, and needs
+    no process group if ``world_size`` or ``topology`` is given.
 
     An exempt parameter is sent exactly, by :class:`~gckernels.Identity` in the same program, so that it travels in the
     same messages as the others. The same holds for a parameter that the compressor does not take, such as a vector for
     ``PowerSGD``. Parameters of a dtype that no compressor takes (float64) are averaged by a plain all-reduce.
 
     Args:
-        model: the DDP model for ``attach``, whose plan has the parameters that DDP averages; or the module for
-            ``Synchronizer``, whose plan has all parameters that can have a gradient, frozen or not; or pairs of name
-            and parameter, such as ``module.named_parameters()``.
+        model: a DDP model, whose plan has the parameters that DDP averages; or a bare module, whose plan has all
+            parameters that can have a gradient, frozen or not; or pairs of name and parameter, such as
+            ``module.named_parameters()``.
         compressor: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``.
         program: the steps by which parameters are sent, or their name in ``sync.programs.PROGRAMS``. The default is
             that of :func:`~gckernels.sync.programs.default_program`.
@@ -87,13 +89,17 @@ def uniform_plan(
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments that ``attach`` and ``Synchronizer`` share and document.
+    """The arguments of ``attach``, which documents them, and the ranks that have given them.
 
     Attributes:
-        attached: which of the two is called.
+        frontend: the kind of the model.
+        group: all ranks that average their gradients.
+        device: the device of the gradients.
     """
 
-    attached: Attached
+    frontend: Attached
+    group: dist.ProcessGroup
+    device: torch.device
     plan: Plan | Compressor | str
     strict: bool
     memory_budget_mb: float | None
@@ -103,26 +109,32 @@ class Request:
     start_step: int
 
     @property
-    def caller(self) -> str:
-        """The name of what is called, for errors."""
-        return _CALLERS[self.attached]
-
-    @property
     def enabled_scaler(self) -> GradScaler | None:
         """The gradient scaler; ``None`` if there is none or it is not enabled."""
         return None if self.grad_scaler is None or not self.grad_scaler.is_enabled() else self.grad_scaler
 
-    def checked(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
+    def runtime(self, plan: Plan, parameters: Mapping[str, torch.nn.Parameter], synchronises: bool = True) -> Runtime:
+        """A runtime for a plan, with the settings of the request. Collective.
+
+        Args:
+            plan: the plan, which all ranks have agreed on.
+            parameters: its parameters, by name.
+            synchronises: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
+        """
+        settings = (self.group, self.device, self.seed, self.start_step, self.enabled_scaler, parameters)
+        return Runtime(plan, *settings, synchronises=synchronises, can_discard=self.can_discard)
+
+    def checked(self, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, str]:
         """The plan that is asked for, and a summary of the request, which must be the same on all ranks.
 
         Args:
             parameters: the parameters that the plan is for, by name.
-            world_size: the number of ranks.
 
         Raises:
             TypeError, ValueError, PlanError: an argument is not valid.
         """
         self._check_settings()
+        world_size = dist.get_world_size(self.group)
         plan, summary = self._plan(parameters, world_size)
         try:
             plan.check(parameters.items(), world_size)
@@ -132,7 +144,7 @@ class Request:
             raise PlanError(f"{error}\n{self._advice}") from error
         if self.memory_budget_mb is not None:
             budget_nbytes, copies = self.memory_budget_mb * 2**20, self.can_discard or self.enabled_scaler is not None
-            plan = within_budget(self.caller, plan, parameters, world_size, budget_nbytes, copies)
+            plan = within_budget(_CALLER, plan, parameters, world_size, budget_nbytes, copies)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"
         if self.can_discard:
@@ -150,46 +162,46 @@ class Request:
 
     def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
         if isinstance(self.plan, Plan):
-            self._refuse_another_way(self.plan)
+            self._refuse_another_frontend(self.plan)
             if self.strict:
                 return self.plan, f"plan {self.plan.fingerprint()[:16]}"
             fitted, changes = self.plan.fitted(parameters.items())
             if changes:
                 listed = "\n  ".join(changes)
-                warnings.warn(f"{self.caller}: the plan does not fit the model:\n  {listed}", stacklevel=2)
+                warnings.warn(f"{_CALLER}: the plan does not fit the model:\n  {listed}", stacklevel=2)
             return fitted, f"plan {self.plan.fingerprint()[:16]}"
-        compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan")
+        compressor = as_method(f"{_CALLER}: plan", self.plan, otherwise="a Plan, an Auto")
         made = plan_of_parameters(parameters, compressor, world_size)
         if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
             why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
             goes_on = "gradients are averaged exactly"
-            warnings.warn(f"{self.caller}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
+            warnings.warn(f"{_CALLER}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
         programs = sorted({describe(unit.program) for unit in made.units})
         return made, f"{compressor} through {' and '.join(programs)}"
 
-    def _refuse_another_way(self, plan: Plan) -> None:
-        """Raise :class:`PlanError` if the plan is to be attached in another way."""
+    def _refuse_another_frontend(self, plan: Plan) -> None:
+        """Raise :class:`PlanError` if the plan is for another kind of model."""
         made_for = plan.made_for
-        if made_for in (None, self.attached):
+        if made_for in (None, self.frontend):
             return
         why = "its units have launches, and DDP has its own buckets" if plan.has_launches else "it says so (attached)"
         raise PlanError(
-            f"{self.caller}: the plan is for {_CALLERS[made_for]}: {why}; make a plan for {self.caller} with "
-            f"gckernels plan --attached {self.attached.value}, or pass plan.attached_by(sync.{self.attached})"
+            f"{_CALLER}: the plan is for {_SERVED[made_for]}: {why}; make a plan with gckernels plan --attached "
+            f"{self.frontend.value}, or pass plan.attached_by(sync.{self.frontend})"
         )
 
     def _check_settings(self) -> None:
-        caller, budget, scaler = self.caller, self.memory_budget_mb, self.grad_scaler
+        budget, scaler = self.memory_budget_mb, self.grad_scaler
         if type(self.strict) is not bool:
-            raise TypeError(f"{caller}: strict must be True or False, got {self.strict!r}")
+            raise TypeError(f"{_CALLER}: strict must be True or False, got {self.strict!r}")
         if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
-            raise ValueError(f"{caller}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
+            raise ValueError(f"{_CALLER}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             got = type(scaler).__name__
-            raise TypeError(f"{caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+            raise TypeError(f"{_CALLER}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
         if type(self.can_discard) is not bool:
-            raise TypeError(f"{caller}: can_discard must be True or False, got {self.can_discard!r}")
+            raise TypeError(f"{_CALLER}: can_discard must be True or False, got {self.can_discard!r}")
         if type(self.seed) is not int:
-            raise TypeError(f"{caller}: seed must be an int, got {type(self.seed).__name__}")
+            raise TypeError(f"{_CALLER}: seed must be an int, got {type(self.seed).__name__}")
         if type(self.start_step) is not int or self.start_step < 0:
-            raise ValueError(f"{caller}: start_step must be an int from 0 up, got {self.start_step!r}")
+            raise ValueError(f"{_CALLER}: start_step must be an int from 0 up, got {self.start_step!r}")

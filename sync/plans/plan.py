@@ -37,8 +37,8 @@ _ENTRIES = ("format", "version", "topology", "channels", "attached", "start_step
 class Attached(Enum):
     """The way by which a plan is attached to a model."""
 
-    DDP = "ddp"  # attach: DDP's own buckets
-    SYNCHRONIZER = "synchronizer"  # Synchronizer: the launches of the plan
+    DDP = "ddp"  # DDP models: their own buckets
+    SYNCHRONIZER = "synchronizer"  # bare modules: the launches of the plan
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Plan:
     """The units of a model.
 
     Attributes:
-        units: one unit for each parameter, or several units that are its parts. A synchronizer launches them from the
+        units: one unit for each parameter, or several units that are its parts. A bare module launches them from the
             last to the first, unless they have launches; DDP has its own order.
         topology: the machines and devices that the plan is made for; ``None`` for any number of ranks, with flat
             programs.
         channels: the number of messages of a phase that can be sent at the same time, from 1 to 64.
         attached: the way by which the plan is to be attached; ``None`` for both. Plans with launches are for
-            :class:`~gckernels.sync.Synchronizer`.
+            bare modules.
         start_step: the first step that is compressed. The argument ``start_step`` of the training counts as well, and
             the larger of the two decides.
         prediction: what a planner expects of the plan. It has no part in comparisons and in the fingerprint.
@@ -86,6 +86,11 @@ class Plan:
     def has_launches(self) -> bool:
         """Whether the plan says which units are launched together, and in which order."""
         return any(unit.launch is not None for unit in self.units)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any unit is not averaged in place."""
+        return any(not unit.in_place for unit in self.units)
 
     @property
     def made_for(self) -> Attached | None:

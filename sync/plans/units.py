@@ -37,9 +37,9 @@ class UnitPlan:
             parameter.
         root: the rank that is the root of the unit's collectives; on other levels, the rank in the same place.
         also: names of parameters that are merged with the first one, behind it in this order. They share statistics
-            such as a scale or a threshold. The synchronizer lays them out side by side; DDP's buckets may not.
+            such as a scale or a threshold. A bare module lays them out side by side; DDP's buckets may not.
         launch: the launch of the unit, or ``None`` for launches by size. Units with equal numbers lie in one vector,
-            which the synchronizer launches as soon as it is complete and all launches of smaller numbers have been
+            which a bare module launches as soon as it is complete and all launches of smaller numbers have been
             launched. DDP launches its own buckets.
         message: the number of its message, which no message of another launch or channel has. Units of a launch, or of
             a bucket of DDP, with equal numbers share a message if program, root and dtype of added payloads are equal.

@@ -12,14 +12,11 @@ from collections.abc import Callable
 import torch
 
 from ..communication.agreement import Failure, together
-from ..communication.ranks import Ranks
-from ..frontends.handle import Handle
-from ..frontends.module.synchronizer import PlanSynchronizer
 from ..planner.machines.machine import Machine
 from ..traces.model_trace import Trace
 from ..tracing.model_tracer import ModelTracer
 from ..tuning.trials.rules import RECORDED, WARMUP, Phase
-from ..tuning.trials.trial_runner import Steps
+from ..tuning.trials.training import Steps, TunedTraining
 from .background_search import Slices
 from .machine_cache import KnownMachine
 from .planning import Proposal, proposal, proposed
@@ -34,14 +31,14 @@ class PlanSearch:
     """Searches for plans while a model is trained with plain steps. Every rank makes one.
 
     Args:
-        handle: the attachment or synchronizer.
-        model: the model that it was given, which is not kept.
+        training: the training.
+        model: the model that was given, which is not kept.
         known: the machine of the ranks.
     """
 
-    def __init__(self, handle: Handle, model: torch.nn.Module, known: KnownMachine) -> None:
-        self._handle, self._model, self._known = handle, weakref.ref(model), known
-        self._ranks = Ranks(handle.group, handle.device)
+    def __init__(self, training: TunedTraining, model: torch.nn.Module, known: KnownMachine) -> None:
+        self._training, self._model, self._known = training, weakref.ref(model), known
+        self._frontend, self._ranks = training.frontend, training.ranks
         self._recorder: ModelTracer | None = None
         self._planning: Slices[Proposal] | None = None
 
@@ -79,12 +76,12 @@ class PlanSearch:
 
     def _record(self, stage: Phase) -> Steps[Trace | Failure]:
         """Record steps, and make a trace with the errors of the stage's compressors."""
-        handle = self._handle
-        recorder = together(handle.group, handle.device, self._new_recorder)
+        frontend = self._frontend
+        recorder = together(frontend.group, frontend.device, self._new_recorder)
         if isinstance(recorder, Failure):
             self._end_recording()
             return recorder
-        handle.launch_late(recorder.before_averaging)  # on all ranks or on none
+        frontend.launch_late(recorder.before_averaging)  # on all ranks or on none
         is_done = False
         for _ in range(LONGEST_RECORDING):
             yield
@@ -93,39 +90,37 @@ class PlanSearch:
         self._end_recording()
         if not is_done:
             return Failure(f"the model's steps could not be recorded in {LONGEST_RECORDING} of them")
-        errors = together(handle.group, handle.device, lambda: recorder.errors(stage.methods))
+        errors = together(frontend.group, frontend.device, lambda: recorder.errors(stage.methods))
         if isinstance(errors, Failure):
             return errors
         trace = recorder.trace(errors, stage.methods)
         return Failure("the model is gone") if trace is None else trace
 
     def _new_recorder(self) -> ModelTracer:
-        model, handle = self._model(), self._handle
+        model, frontend = self._model(), self._frontend
         if model is None:
             raise RuntimeError("the model is gone")
-        parameters = handle.parameters()
-        if isinstance(handle, PlanSynchronizer):  # it sends nothing of those that are frozen
-            parameters = {name: each for name, each in parameters.items() if each.requires_grad}
-        self._recorder = ModelTracer(model, parameters, handle.group, handle.device, RECORDED, WARMUP)
+        parameters, (group, device) = frontend.sent_parameters(), (frontend.group, frontend.device)
+        self._recorder = ModelTracer(model, parameters, group, device, RECORDED, WARMUP)
         return self._recorder
 
     def _end_recording(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
-            self._handle.launch_late(None)
+            self._frontend.launch_late(None)
 
     def _propose(self, trace: Trace, machine: Machine, stage: Phase) -> Steps[Proposal | Failure]:
         """The proposal of rank 0, which searches between some steps, so that no step waits for long."""
-        handle, since = self._handle, self._known.since
-        work = Slices(lambda rest: proposal(trace, machine, handle.attached, stage, since, rest))
+        frontend, since = self._frontend, self._known.since
+        work = Slices(lambda rest: proposal(trace, machine, frontend.kind, stage, since, rest))
         self._planning = work
         for left in reversed(range(SLICES)):
             yield
             waits = self._ranks.rank == 0 and not work.go_on(SLICE_S if left else math.inf)
             if not any(self._ranks.slowest([float(waits)])):
                 break
-        return proposed(handle.group, handle.device, lambda plan: handle._check(plan)[0], work.result)
+        return proposed(frontend.group, frontend.device, self._training.checked, work.result)
 
     def _end_planning(self) -> None:
         if self._planning is not None:

@@ -1,4 +1,4 @@
-"""The data of a report out of an attachment or a synchronizer."""
+"""The data of a report out of an attachment."""
 
 from __future__ import annotations
 
@@ -11,49 +11,54 @@ import torch.distributed as dist
 import gckernels
 from gckernels.ops import Identity
 
-from ..frontends.handle import Handle
+from ..frontends.frontend import FrontendProtocol
 from ..plans.names import program_name, short_spec
 from ..plans.plan import Attached
 from ..plans.strides import in_reals
 from ..plans.units import UnitPlan
 from ..programs.sizes import allreduce_sent_nbytes, sent_nbytes, sizes_of
 from ..programs.topology import Topology
+from ..stats.stats import Figures
 from .data import ReportData, UnitRow
 
-_AVERAGERS = {Attached.DDP: "DistributedDataParallel", Attached.SYNCHRONIZER: "Synchronizer"}
+_AVERAGERS = {Attached.DDP: "DistributedDataParallel", Attached.SYNCHRONIZER: "a bare module"}
 
 
-def collected(handle: Handle, title: str | None = None) -> ReportData:
+def collected(
+    frontend: FrontendProtocol, figures: Figures, residual_nbytes: int, title: str | None = None
+) -> ReportData:
     """All that is known of a training on this rank. Communicates nothing; on a device it waits for the last sample.
 
     Args:
-        handle: its attachment or synchronizer.
+        frontend: the front end of its attachment.
+        figures: its figures.
+        residual_nbytes: the bytes of residuals and their copies.
         title: the name of the training; by default that of the model in the plan's prediction.
     """
-    plan, group = handle.plan, handle.group
+    plan, group = frontend.runtime.plan, frontend.group
     ranks = dist.get_world_size(group)
     topology = plan.topology_of(ranks)
-    dtypes = {name: in_reals(parameter).dtype for name, parameter in handle.parameters().items()}
+    dtypes = {name: in_reals(parameter).dtype for name, parameter in frontend.parameters().items()}
     known = plan.prediction.trace.name if plan.prediction is not None else "Training"
     return ReportData(
         model=title or known,
-        averager=_AVERAGERS[handle.attached],
+        averager=_AVERAGERS[frontend.kind],
         ranks=ranks,
         rank=dist.get_rank(group),
-        device=str(handle.device),
+        device=str(frontend.device),
         backend=dist.get_backend(group),
-        step=handle.steps,
+        step=figures.steps,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         software=_software(),
         fingerprint=plan.fingerprint(),
         start_step=plan.start_step,
         channels=plan.channels,
-        residual_nbytes=handle.residual_nbytes(),
+        residual_nbytes=residual_nbytes,
         units=tuple(_row(unit, dtypes[unit.parameter], topology) for unit in plan.units),
         prediction=plan.prediction,
-        decisions=handle.decisions,
-        samples=handle.samples,
-        traced=handle.recorded_step,
+        decisions=figures.decisions,
+        samples=figures.samples,
+        traced=figures.recorded_step,
     )
 
 

@@ -50,7 +50,7 @@ class ReportData:
 
     Attributes:
         model: the name of the model's class.
-        averager: the class that averages its gradients, ``"DistributedDataParallel"`` or ``"Synchronizer"``.
+        averager: the class that averages its gradients, ``"DistributedDataParallel"``, or ``"a bare module"``.
         ranks: the number of ranks.
         rank: the rank that has written the report.
         device: its device, such as ``"cpu"``.

@@ -20,21 +20,19 @@ import torch
 
 from ..accuracy.accuracy import relative_error
 from ..communication.agreement import Failure
-from ..communication.ranks import Ranks
-from ..frontends.handle import Handle
 from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
 from ..predictive.machine_cache import KnownMachine
 from ..predictive.searching import PlanSearch
-from ..stats.decisions import Decision
 from ..traces.model_trace import Trace, TraceError
 from .decisions import short_sentences
 from .decisions.sentences import PLAIN as PLAIN_GOES_ON
 from .decisions.sentences import failed, restarted, resumed
 from .progress import Progress, Retries
 from .trials.rules import STEPS, Phase, refusal
+from .trials.training import Refused, Steps, TunedTraining
 from .trials.trial_report import outcome
-from .trials.trial_runner import Refused, Steps, changed, played
+from .trials.trial_runner import played
 from .trials.trials import PLAIN
 from .watching.drift import Action
 from .watching.watching import Running, Tuned
@@ -44,7 +42,7 @@ class Tuner:
     """Tunes the plan of a model while it is trained. Constructed on every rank, before its first step.
 
     Args:
-        handle: the attachment or synchronizer, whose plan compresses nothing.
+        training: the training, whose plan compresses nothing.
         model: the model that it was given, which is not kept.
         stages: the rules of accuracy, and when they begin.
         known: the machine of the ranks.
@@ -53,26 +51,25 @@ class Tuner:
 
     def __init__(
         self,
-        handle: Handle,
+        training: TunedTraining,
         model: torch.nn.Module,
         stages: Sequence[Phase],
         known: KnownMachine,
         replan: bool,
     ) -> None:
-        self._handle, self._stages = handle, tuple(stages)
+        self._training, self._stages = training, tuple(stages)
         self._replan, self._retries = replan, Retries()
         self._progress = Progress()
-        self._ranks = Ranks(handle.group, handle.device)
-        self._plain = handle.plan
-        self._search = PlanSearch(handle, model, known)
+        self._ranks, self._plain = training.ranks, training.plan
+        self._search = PlanSearch(training, model, known)
         self._running = self._new_running()
         self._sequence = self._tuned()
-        handle.on_step_end(self._go_on)
+        training.listeners.add(self._go_on)
         self._go_on()
 
     def close(self) -> None:
         """End the tuning, with the plan that runs now. Further calls do nothing."""
-        self._handle.ignore_step_end(self._go_on)
+        self._training.listeners.remove(self._go_on)
         self._sequence = (None for _ in ())
         self._search.close()
 
@@ -91,19 +88,19 @@ class Tuner:
         self._progress, self._retries = progress or Progress(), Retries()
         self._running = self._new_running()
         self._sequence = self._tuned()
-        self._handle.ignore_step_end(self._go_on)
-        self._handle.on_step_end(self._go_on)
+        self._training.listeners.remove(self._go_on)
+        self._training.listeners.add(self._go_on)
 
     def resume(self, progress: Progress) -> None:
         """Continue from the next step's end on with the plan that runs now, if trials have found it, or else with
         another one, and say so. Every rank calls it between two steps."""
-        handle, plan = self._handle, self._handle.plan
-        named = summary_of(plan, self._ranks.world_size)
+        training = self._training
+        named = summary_of(training.plan, self._ranks.world_size)
         if progress.tuned is None:
-            text, short = restarted(named, progress.why_anew), short_sentences.restarted(progress.why_anew)
+            texts = (restarted(named, progress.why_anew), short_sentences.restarted(progress.why_anew))
         else:
-            text, short = resumed(handle.steps, named), short_sentences.resumed()
-        handle.decide(Decision(handle.steps, text, progress.policy, plan.fingerprint(), short=short))
+            texts = (resumed(training.steps, named), short_sentences.resumed())
+        training.say(texts, policy=progress.policy)
         self.restart(progress)
 
     # ---------------------------------------------------------------- the sequence
@@ -113,10 +110,10 @@ class Tuner:
         try:
             next(self._sequence)
         except StopIteration:
-            self._handle.ignore_step_end(self._go_on)
+            self._training.listeners.remove(self._go_on)
 
     def _new_running(self) -> Running:
-        running = Running(self._handle, self._ranks.world_size, self._change, self._progress.waits)
+        running = Running(self._training, self._progress.waits)
         running.found |= self._progress.found
         return running
 
@@ -125,13 +122,13 @@ class Tuner:
         for number, stage in enumerate(self._stages[first:], start=first):
             later = self._stages[number + 1 :]
             if tuned is None or self._progress.stage != number:
-                while self._handle.steps < stage.first_step:
+                while self._training.steps < stage.first_step:
                     yield
                 self._progress = Progress()
                 tuned = yield from self._attempt(self._tune(stage, later, running, tuned), tuned)
             while True:
                 if tuned is not None and self._retries.due is None:  # otherwise a resumed job tries again
-                    self._progress = Progress(number, self._handle._policy(), tuned)
+                    self._progress = Progress(number, self._training.policy, tuned)
                 action = Action.STAY
                 if self._replan:
                     action = yield from self._watched(running, tuned, later[0].first_step if later else None)
@@ -143,15 +140,15 @@ class Tuner:
     def _attempt(self, steps: Steps[Tuned | None], tuned: Tuned | None) -> Steps[Tuned | None]:
         """The result of some steps. If a plan is refused in them, the plan from before them goes on if it still runs,
         otherwise plain averaging: no trials have found the plan that runs then."""
-        before = self._handle.plan
+        before = self._training.plan
         try:
             return (yield from steps)
         except Refused as refused:
-            if self._handle.plan != before:
+            if self._training.plan != before:
                 tuned = None
                 with contextlib.suppress(Refused):
-                    yield from self._change(self._plain)
-            is_plain = not self._compresses(self._handle.plan)
+                    yield from self._training.changed(self._plain)
+            is_plain = not self._compresses(self._training.plan)
             self._postpone(Failure(str(refused)), PLAIN_GOES_ON if is_plain else "the plan that runs now")
             return tuned
 
@@ -167,9 +164,9 @@ class Tuner:
             if action is not Action.STAY:
                 return action
         else:
-            while end is not None and self._handle.steps < end:
+            while end is not None and self._training.steps < end:
                 yield
-        is_due = due is not None and self._handle.steps >= due and due != until
+        is_due = due is not None and self._training.steps >= due and due != until
         return Action.REPLAN if is_due else Action.STAY
 
     def _tune(self, stage: Phase, later: Sequence[Phase], running: Running, tuned: Tuned | None) -> Steps[Tuned | None]:
@@ -178,9 +175,9 @@ class Tuner:
 
         If that fails it is postponed, and the plan from before competes with plain averaging alone.
         """
-        last_step, before = self._handle.steps + STEPS, self._handle.plan
+        last_step, before = self._training.steps + STEPS, self._training.plan
         predicted_s: tuple[float | None, ...]
-        yield from self._change(self._plain)
+        yield from self._training.changed(self._plain)
         found = yield from self._search.found(stage, running.remembering, self._retries.due is not None)
         if isinstance(found, Failure):
             again = [] if tuned is None else self._again(before, running.remembering(tuned.trace), stage)
@@ -214,22 +211,21 @@ class Tuner:
         """Do what the steps of a running plan ask for. If plain steps have become faster than it, a milder plan may
         still be faster than they are."""
         if action is Action.TRY_NONE and tuned is not None:
-            plan, last_step = self._handle.plan, self._handle.steps + STEPS
+            plan, last_step = self._training.plan, self._training.steps + STEPS
             arms = (self._plain, *self._again(plan, running.remembering(tuned.trace), stage))
             tuned = yield from self._try(arms, last_step, tuned.trace, stage, later, plan)
-            if self._compresses(self._handle.plan) or not running.may_replan():
+            if self._compresses(self._training.plan) or not running.may_replan():
                 return tuned
         return (yield from self._tune(stage, later, running, tuned))
 
     def _postpone(self, failure: Failure, goes_on: str = PLAIN_GOES_ON) -> None:
         """Say that tuning has failed, and try it again later. People are warned once of each cause."""
-        handle, step, is_known = self._handle, self._handle.steps, self._retries.is_known(failure.text)
-        self._retries = self._retries.after(step, failure.text)
+        training, is_known = self._training, self._retries.is_known(failure.text)
+        self._retries = self._retries.after(training.steps, failure.text)
         again = self._retries.allowance.wait if self._replan else None
         given = ("tuning", failure.text, goes_on, again)
-        text, short = failed(*given), short_sentences.failed(*given)
         level = logging.INFO if is_known else logging.WARNING
-        handle.decide(Decision(step, text, handle._policy(), handle.plan.fingerprint(), level=level, short=short))
+        training.say((failed(*given), short_sentences.failed(*given)), level=level)
 
     # ---------------------------------------------------------------- its parts
 
@@ -244,12 +240,9 @@ class Tuner:
         predicted_s: Sequence[float | None] = (),
     ) -> Steps[Tuned]:
         """Let plans run in turns, up to a step, and then the best one."""
-        handle = self._handle
-        found = yield from played(handle, self._ranks, arms, last_step, predicted_s, incumbent)
-        ways = (self._ranks.world_size, handle.attached)
-        handle.decide(outcome(handle.steps, trace, arms, found, (stage, *later), *ways))
+        training = self._training
+        found = yield from played(training, arms, last_step, predicted_s, incumbent)
+        ways = (self._ranks.world_size, training.frontend.kind)
+        training.decide(outcome(training.steps, trace, arms, found, (stage, *later), *ways))
         trials = found.trials
         return Tuned(trace, stage.accuracy, trials.median_s(trials.winner), trials.median_s(PLAIN))
-
-    def _change(self, plan: Plan) -> Steps[None]:
-        return changed(self._handle, plan)

@@ -143,11 +143,12 @@ def test_the_lab_imports_nothing_else_of_the_package():
 @pytest.mark.parametrize(
     ("folder", "importers"),
     [
-        ("tuning", {"commands", "predictive"}),
+        ("attaching", set()),
+        ("tuning", {"attaching", "commands", "predictive"}),
         ("predictive", {"tuning"}),
         ("planner", {"predictive", "profiling", "tuning", "commands"}),
-        ("frontends", {"tracing", "reporting", "predictive", "tuning", "commands"}),
-        ("reporting", {"tuning", "commands"}),
+        ("frontends", {"attaching", "stats", "tracing", "reporting", "predictive", "tuning", "commands"}),
+        ("reporting", {"attaching", "commands"}),
         ("commands", set()),
     ],
 )

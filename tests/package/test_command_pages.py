@@ -69,7 +69,7 @@ def test_traces_by_hand_are_read(tmp_path, capsys):
     page = (REFERENCE / "commands" / "trace.md").read_text(encoding="utf-8")
     blocks, path = re.findall(r"^```json\n(.*?)^```$", page, re.S | re.M), tmp_path / "paper.json"
     assert len(blocks) == 2
-    for block, attached in zip(blocks, ("sync.Synchronizer", "sync.attach with DDP's buckets"), strict=True):
+    for block, attached in zip(blocks, ("a bare module", "a DDP model's buckets"), strict=True):
         path.write_text(block)
         assert dispatch.main(["plan", str(path), "two-sites-1gbit", "--policy", "all"]) in (0, 1)
         shown = capsys.readouterr().out

@@ -42,15 +42,15 @@ def attached(ddp_model: DistributedDataParallel, module: torch.nn.Module) -> Non
     sync.uniform_plan(module.named_parameters(), TopK(), program=sync.programs.ring(8), exempt=None, world_size=8)
     sync.attach(ddp_model, plan, start_step=100).close()
     sync.attach(ddp_model, EFSignSGD(), seed=1)
-    sync.attach(ddp_model, accuracy="aggressive", steps=10_000).report("report.html")
-    sync.Synchronizer(module, "TopK(ratio=0.1)", bucket_cap_mb=10)
-    sync.Synchronizer(module)
+    sync.attach(ddp_model, sync.Auto(accuracy="aggressive", steps=10_000)).report("report.html")
+    sync.attach(module, "TopK(ratio=0.1)", bucket_cap_mb=10)
+    sync.attach(module)
 
-    sync.attach()  # error: Missing positional argument "ddp_model"
+    sync.attach()  # error: Missing positional argument "model"
     sync.attach(ddp_model, EFSignSGD)  # error: incompatible type "type[EFSignSGD]"
-    sync.attach(module, plan)  # error: expected "DistributedDataParallel"
+    sync.attach(module, plan, accuracy="safe")  # error: keyword argument "accuracy"
     sync.attach(ddp_model, "TopK", program="alltoall")  # error: keyword argument "program"
-    sync.Synchronizer(module, "TopK", exempt=None)  # error: keyword argument "exempt"
+    sync.attach(module, "TopK", exempt=None)  # error: keyword argument "exempt"
     sync.uniform_plan(ddp_model, "TopK", progam="alltoall")  # error: keyword argument "progam"
     sync.uniform_plan(ddp_model, "TopK", topology=8)  # error: incompatible type "int"
 """

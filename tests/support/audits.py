@@ -143,7 +143,7 @@ def audit(run: Run) -> Audit:
         digests.append(digest_of(got.values()))
         optimizer.step()
     imbalance, withheld = ledger.close()
-    buckets = len(attachment._buckets)
+    buckets = len(attachment._frontend._buckets)
     attachment.close()
     return Audit(digest_of(module.parameters()) + "".join(digests), buckets, imbalance, withheld)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, ChunkTopK, EFSignSGD, Identity, PowerSGD, sync
-from gckernels.sync import Attachment, Plan, Synchronizer, attach
+from gckernels.sync import Attachment, Plan, attach
 from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
 from models import SMALL_BUCKETS, build
 from workloads import mass_of, summed
@@ -47,13 +47,13 @@ class Training:
     def __init__(self, front: str) -> None:
         self.module = build("Mlp")
         self.model: Any = self.module
-        self.handle: Attachment | Synchronizer
+        self.handle: Attachment
         nothing = sync.uniform_plan(self.module, Identity(), program=ALLREDUCE)
         if front == "attach":
             self.model = DistributedDataParallel(self.module, bucket_cap_mb=SMALL_BUCKETS)
             self.handle = attach(self.model, nothing)
         else:
-            self.handle = Synchronizer(self.module, nothing, bucket_cap_mb=SMALL_BUCKETS)
+            self.handle = attach(self.module, nothing, bucket_cap_mb=SMALL_BUCKETS)
         self.parameters = dict(self.module.named_parameters())
         self.given = {name: torch.zeros(each.numel(), dtype=torch.float64) for name, each in self.parameters.items()}
         self.got = copy.deepcopy(self.given)

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync import Attachment, Synchronizer, attach
+from gckernels.sync import Attachment, attach
 from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.resources.feedback import KINDS
 from models import SMALL_BUCKETS, build
@@ -23,19 +23,19 @@ Setting = tuple[str, str, str]
 
 SETTINGS: tuple[Setting, ...] = (
     ("EFSignSGD", "alltoall", "hook"),  # shards are multiples of 16 elements, so some ranks have none
-    ("BlockQuant(bits=4)", "default", "synchronizer"),  # two ranks have another program than more
+    ("BlockQuant(bits=4)", "default", "module"),  # two ranks have another program than more
     ("TopK(ratio=0.05)", "parameter_server", "hook"),
-    ("BlockQuant(bits=4)", "ring", "synchronizer"),
+    ("BlockQuant(bits=4)", "ring", "module"),
     ("EFSignSGD", "hierarchical", "hook"),
-    ("DGC", "default", "synchronizer"),
+    ("DGC", "default", "module"),
     ("PowerSGD(rank=2)", "default", "hook"),
-    ("PowerSGD(rank=2, one_sided=True)", "default", "synchronizer"),
+    ("PowerSGD(rank=2, one_sided=True)", "default", "module"),
     ("Cast16", "default", "hook"),  # has no residual
 )
 
 
 class Job:
-    """A model in training, with its attachment or synchronizer."""
+    """A model in training, with its attachment."""
 
     def __init__(self, setting: Setting, seed: int = 0, group: dist.ProcessGroup | None = None, **more: Any) -> None:
         compressor, program, front = setting
@@ -44,14 +44,14 @@ class Job:
         more = {"seed": 7} | more
         self.module = build("Mlp", seed=seed)
         self.model: torch.nn.Module = self.module
-        self.sync: Attachment | Synchronizer
+        self.sync: Attachment
         plan = sync.uniform_plan(self.module, compressor, program=programs[program], topology=topology(ranks))
         if front == "hook":
             self.model = DistributedDataParallel(self.module, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
             self.sync = attach(self.model, plan, **more)
         else:
             more |= {"process_group": group, "bucket_cap_mb": SMALL_BUCKETS}
-            self.sync = Synchronizer(self.module, plan, **more)
+            self.sync = attach(self.module, plan, **more)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):

@@ -110,7 +110,7 @@ class Fuzz:
         options: dict[str, Any] = {"can_discard": self.discards, "start_step": self.choose.choice([0, 0, 4])}
         if self.is_ddp:
             return sync.attach(self.model, **options)
-        return sync.Synchronizer(self.module, find_unused_parameters=self.is_branched, **options)
+        return sync.attach(self.module, find_unused_parameters=self.is_branched, **options)
 
     def inputs(self) -> tuple[torch.Tensor, bool]:
         """A batch of this rank, and whether it goes through the branch: on all ranks, on one, or on none."""

@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
 from workloads import topology, with_feedback
 
-FRONTS = ("attach", "Synchronizer")
+FRONTS = ("attach", "module")
 SKIPPED = {2: 0, 3: -1, 6: 0, 7: 0, 10: -1}
 """The steps with an infinite gradient, and the rank that has it."""
 STEPS = 13
@@ -56,7 +56,7 @@ class Training:
             self.model = DistributedDataParallel(self.module, bucket_cap_mb=SMALL_BUCKETS)
             self.attachment: Any = attach(self.model, with_feedback(plan), **settings)
         else:
-            self.attachment = Synchronizer(self.module, with_feedback(plan), bucket_cap_mb=SMALL_BUCKETS, **settings)
+            self.attachment = attach(self.module, with_feedback(plan), bucket_cap_mb=SMALL_BUCKETS, **settings)
         self.optimizers, self.scaler = optimizers(self.module.parameters()), scaler
 
     def _poison(self, name: str, grad: torch.Tensor) -> torch.Tensor:

@@ -79,12 +79,12 @@ def scripted(
         yield
 
 
-def tuned_handle(front: str, module: torch.nn.Module, **options: Any) -> tuple[torch.nn.Module, Any]:
-    """The model to train and its attachment or synchronizer, without a plan."""
-    if front == "synchronizer":
-        return module, sync.Synchronizer(module, **options)
-    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    return model, sync.attach(model, **options)
+def tuned_handle(
+    front: str, module: torch.nn.Module, start_step: int = 0, **options: Any
+) -> tuple[torch.nn.Module, Any]:
+    """The model to train and its attachment, without a plan."""
+    model = module if front == "module" else DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    return model, sync.attach(model, sync.Auto(**options), start_step=start_step)
 
 
 def train(model: torch.nn.Module, module: torch.nn.Module, steps: range, each: Callable[[int], Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import Attached, Attachment, Plan, Synchronizer, Topology, UnitPlan
+from gckernels.sync import Attached, Attachment, Plan, Topology, UnitPlan
 from gckernels.sync.programs import PROGRAMS, Place, Program, ProgramError
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Coding
@@ -199,7 +199,7 @@ def largest(value: float) -> float:
     return tensor.item()
 
 
-def mass_of(attachment: Attachment | Synchronizer) -> dict[str, torch.Tensor]:
+def mass_of(attachment: Attachment) -> dict[str, torch.Tensor]:
     """Gradient mass that is still in residuals, and the mean momentum, per unit: all states, fp64, over all ranks."""
     feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
     for unit in attachment.plan.units:

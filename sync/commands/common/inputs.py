@@ -112,7 +112,7 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attached",
         choices=[each.value for each in Attached],
-        help="plan for sync.attach with DDP's buckets, or for sync.Synchronizer, which launches what the plan says "
+        help="plan for a DDP model with its buckets, or for a bare module, which launches what the plan says "
         "(default: ddp if the trace has DDP's buckets)",
     )
 

@@ -15,7 +15,7 @@ from ..common.error_bars import Band
 from ..common.tables import table
 from ..studies.advice import Advice, compresses
 
-_ATTACHED = {Attached.DDP: "sync.attach with DDP's buckets", Attached.SYNCHRONIZER: "sync.Synchronizer"}
+_ATTACHED = {Attached.DDP: "a DDP model's buckets", Attached.SYNCHRONIZER: "a bare module"}
 
 
 def head(problem: Problem) -> str:

@@ -30,7 +30,7 @@ def refuse_sharded(caller: str, model: torch.nn.Module) -> None:
             where = f"its module {name} is" if name else "it is"
             raise TypeError(
                 f"{caller}: the model is not supported, {where} sharded by FSDP, which averages gradients itself; use "
-                "DistributedDataParallel and attach(), or Synchronizer, with a model that is not sharded"
+                "attach() with a model that is not sharded, bare or in DistributedDataParallel"
             )
 
 

@@ -68,7 +68,7 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
             warnings.warn(
                 "gckernels: a GradScaler scales the gradients, but the synchronisation was not given it. Residuals "
                 "will be wrong after the scale changes, and a part of them is lost in skipped steps. Pass "
-                "grad_scaler=scaler to gckernels.sync.attach or Synchronizer.",
+                "grad_scaler=scaler to gckernels.sync.attach.",
                 stacklevel=2,
             )
 

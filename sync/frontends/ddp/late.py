@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.failures import Outcome
-from ..handle import Before
+from ..frontend import Before
 from .averages import Averages, new_future
 from .reducer import Handler, use_comm_hook, will_rebuild_buckets
 

@@ -1,4 +1,4 @@
-"""Backward passes of a synchronizer: gradients arrive, complete buckets are launched, the end waits for the means."""
+"""Backward passes of a bare module: gradients arrive, complete buckets are launched, the end waits for the means."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import Variable
 
 from ...engine.failures import FailedBucket, Outcome
 from ...engine.runtime import Runtime
-from ..handle import Before
+from ..frontend import Before
 from ..ownership import refuse_wrapped
 from .buckets import Bucket, Slot
 from .layouts import Layouts
@@ -123,7 +123,7 @@ class Backward:
     def _begin(self) -> None:
         """Begin a step, at its first gradient."""
         if not self._has_begun:
-            refuse_wrapped("Synchronizer", self._members.registered())  # the model may have been since
+            refuse_wrapped("attach", self._members.registered())  # the model may have been since
             self._has_begun = True
         self._lay_out()
         for bucket in self.buckets:
@@ -138,7 +138,7 @@ class Backward:
         """Take the buckets for the parameters that are trained now.
 
         Raises:
-            RuntimeError: there are others than the synchronizer knows.
+            RuntimeError: there are others than the attachment knows.
         """
         trained = self._members.trained()
         if trained is not self._trained:

@@ -1,4 +1,4 @@
-"""The gradient buckets of a synchronizer: vectors in which units lie one after the other.
+"""The gradient buckets of a bare module: vectors in which units lie one after the other.
 
 The gradients of the parameters are views of these vectors, so backward accumulates into the buckets and the optimizer
 reads the synchronised values there. Each is a tensor of its own: ``Module.to`` and others give a gradient other memory,
@@ -28,7 +28,7 @@ class Slot:
 
     Attributes:
         name: name of the parameter.
-        parameter: a weak reference to it, so that a synchronizer does not keep the model alive.
+        parameter: a weak reference to it, so that an attachment does not keep the model alive.
         view: its gradient, with its shape and dtype, in the bucket's vector.
         reduced: the gradients of those units that are averaged without compression.
         is_reduced: whether these are all units of the parameter.
@@ -101,7 +101,7 @@ class Slot:
             given, expected = (f"{dtype} {[*shape]} on {device}" for dtype, device, shape in (now, before))
             raise RuntimeError(
                 f"gckernels: the gradient of {self.name} is {given}, and was to be {expected}, as the parameter was "
-                "when Synchronizer was constructed; convert the model before"
+                "when it was attached; convert the model before"
             )
 
 

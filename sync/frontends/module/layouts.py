@@ -1,4 +1,4 @@
-"""The buckets of a synchronizer's plan, for whichever parameters are trained at present.
+"""The buckets of a bare module's plan, for whichever parameters are trained at present.
 
 A frozen parameter is in no bucket, so it takes no memory and is never sent. Its residual stays, in case it is thawed. A
 training that freezes parameters in turn, such as those of two networks, finds its buckets and their messages again.

@@ -1,4 +1,4 @@
-"""The parameters that a model has, compared in every step with those that a synchronizer knows."""
+"""The parameters that a model has, compared in every step with those that its attachment knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_ID = 0
 
 
 class Members:
-    """The parameters of a model at the time when a synchronizer was constructed. It keeps neither them nor the model.
+    """The parameters of a model at the time when it was attached. It keeps neither them nor the model.
 
     Args:
         model: the model. When it is gone, the modules in which the parameters were registered count in its place. It
@@ -135,8 +135,8 @@ class Members:
         gone = self.references.keys() - self.registered().keys()
         lost = f", and has lost {listed(gone)}" if gone else ""
         return RuntimeError(
-            f"gckernels: the model has got parameters since Synchronizer was constructed, whose gradients nobody "
-            f"averages: {listed(names[id(parameter)] for parameter in unknown)}{lost}; construct Synchronizer again, "
+            f"gckernels: the model has got parameters since it was attached, whose gradients nobody "
+            f"averages: {listed(names[id(parameter)] for parameter in unknown)}{lost}; attach to it again, "
             "for the model as it is now"
         )
 

@@ -85,7 +85,7 @@ class _Key(NamedTuple):
 
     Attributes:
         draft: the launch.
-        bucket: the number of its bucket; ``None`` for a synchronizer.
+        bucket: the number of its bucket; ``None`` for a bare module.
         roots: the root of each message.
         without_hook: whether DDP averages all gradients itself.
     """

@@ -77,7 +77,7 @@ Draft: TypeAlias = tuple[LaunchDraft, ...]
 MAX_CHANNELS = 2
 """Channels that policies use. More only share the same links."""
 USUAL_NBYTES = 25 << 20
-"""The size of a launch of the synchronizer, and of DDP's buckets, by default."""
+"""The size of a launch of a bare module, and of DDP's buckets, by default."""
 MIN_PART_NUMEL = 4096
 """Tensors of which parts would have fewer elements stay whole."""
 
@@ -111,7 +111,7 @@ def draft_of_launches(launches: Sequence[Sequence[int]], option: Option) -> Draf
 
 
 def usual_launches(problem: Problem, max_nbytes: int = USUAL_NBYTES) -> tuple[tuple[int, ...], ...]:
-    """The launches without a reason for others: DDP's buckets; for a synchronizer, neighbours of at most ``max_nbytes``
+    """The launches without a reason for others: DDP's buckets; for a bare module, neighbours of at most ``max_nbytes``
     bytes together."""
     if problem.buckets:
         return problem.buckets

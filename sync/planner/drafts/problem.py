@@ -37,7 +37,7 @@ class Problem:
         trace: a training step without compression.
         pricer: the prices of messages on the machine.
         attached: the way by which the plan is attached. DDP's launches are the buckets of the trace, in which a plan
-            may only choose messages. The launches of a synchronizer are the plan's.
+            may only choose messages. The launches of a bare module are the plan's.
         allowed: for each tensor by name, the compressors that it may use, fitted to its shape or not; a tensor that is
             missing is sent exactly.
         places: where stages may compute; always the device, and perhaps the host.
@@ -100,7 +100,7 @@ class Problem:
 
     @functools.cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
-        """DDP's buckets as numbers of tensors, first launched first; empty for a synchronizer."""
+        """DDP's buckets as numbers of tensors, first launched first; empty for a bare module."""
         if self.attached != Attached.DDP:
             return ()
         number = {tensor.name: index for index, tensor in enumerate(self.trace.tensors)}

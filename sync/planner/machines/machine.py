@@ -100,7 +100,7 @@ class Overheads:
     Attributes:
         stage_s: for each stage, on its lane.
         submit_s: for each stage, on the submitting thread.
-        hook_s: for each launch, in the hook of DDP or the synchronizer.
+        hook_s: for each launch, in the hook of the front end.
         plain_s: for each bucket, in DDP without a hook.
     """
 

@@ -21,7 +21,7 @@ from .espresso_search import choose_options, offload
 def espresso(problem: Problem) -> Plan:
     """The plan of Espresso's two algorithms: options by size; then, if the problem has the host, what moves there.
 
-    A synchronizer launches every tensor alone. DDP launches its buckets, which take the place of tensors. Methods that
+    A bare module launches every tensor alone. DDP launches its buckets, which take the place of tensors. Methods that
     send factors are not in Espresso's tree, and are not used. The algorithms compare estimates. So the timeline decides
     whether moving anything to the host has made the step faster.
     """

@@ -13,7 +13,7 @@ from ...plans.plan import Attached, Plan, PlanError, UnitPlan
 from ...traces.model_trace import Trace, TracedTensor
 
 BUCKET_NBYTES = 25 << 20
-"""The size of a bucket of DDP or a synchronizer, unless its user asks for another."""
+"""The size of a bucket of DDP or a bare module, unless its user asks for another."""
 FIRST_BUCKET_NBYTES = 1 << 20
 """The size of DDP's first bucket."""
 _STEADY = 1 << 40  # a step after the last milestone of all compressors
@@ -40,7 +40,7 @@ def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[BucketLau
     """The launches of a training step, in order.
 
     With DDP they are the buckets of the trace. If it has none, they are cut as DDP cuts them after its first step: in
-    the order in which gradients are ready, the first one complete with 1 MiB, all others with 25 MiB. A synchronizer
+    the order in which gradients are ready, the first one complete with 1 MiB, all others with 25 MiB. A bare module
     has the launches of the plan, or else buckets of at most 25 MiB, from the last unit of the plan to the first.
 
     Args:
@@ -55,7 +55,7 @@ def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[BucketLau
     units = _units_by_tensor(plan, tensors)
     launches: list[BucketLaunch] = []
     ready_s = 0.0
-    for placed, dtype in _ddp(units, trace, tensors) if attached == Attached.DDP else _synchronizer(plan, tensors):
+    for placed, dtype in _ddp(units, trace, tensors) if attached == Attached.DDP else _module(plan, tensors):
         ready_s = max([ready_s, *(tensors[name].ready_s for unit in placed for name in unit.plan.parameters)])
         launches.append(BucketLaunch(placed, placed[-1].stop, dtype.to_real(), ready_s))
     return tuple(launches)
@@ -116,7 +116,7 @@ def _units_by_tensor(plan: Plan, tensors: dict[str, TracedTensor]) -> dict[str, 
     return units
 
 
-def _synchronizer(plan: Plan, tensors: dict[str, TracedTensor]) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
+def _module(plan: Plan, tensors: dict[str, TracedTensor]) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     return [(bucket.units, bucket.dtype) for bucket in cut_buckets(plan, dtypes, BUCKET_NBYTES)]
 
@@ -125,7 +125,9 @@ def _ddp(
     units: dict[str, list[UnitPlan]], trace: Trace, tensors: dict[str, TracedTensor]
 ) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
     if merged := [unit.key for each in units.values() for unit in each if unit.also]:
-        raise PlanError(f"plan merges parameters, which DDP's buckets may part; Synchronizer can: {', '.join(merged)}")
+        raise PlanError(
+            f"plan merges parameters, which DDP's buckets may part; bare modules can have them: {', '.join(merged)}"
+        )
     buckets = trace.buckets or _cut_as_ddp(trace.tensors)
     if sorted(name for bucket in buckets for name in bucket) != sorted(tensors):
         raise PlanError("plan cannot be launched: the buckets of the trace do not have each of its tensors once")

@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
 
-from ...communication.agreement import Disagreement, Failure, together
 from ...communication.clocks import clock_of
-from ...communication.ranks import Ranks
-from ...frontends.handle import Handle
 from ...plans.names import summary_of
 from ...plans.plan import Plan
-from ...stats.decisions import Decision
 from ..decisions import sentences, short_sentences
 from .rules import MORE, STEPS
+from .training import NotBuilt, Steps, TunedTraining
 from .trials import PLAIN, TURN, UNCOUNTED, Trials, Turn
 
 CHANGES = 2
 """Exact steps that a turn may take besides its own: one before it, and one before the winner follows it. With a
 gradient scaler there are more, and trials end later by them."""
-
-T = TypeVar("T")
-Steps: TypeAlias = Generator[None, None, T]
-"""A part of the tuning that takes some training steps, one for every ``yield``, and returns something."""
 
 
 @dataclass(frozen=True)
@@ -45,41 +37,8 @@ class Played:
     sent_nbytes: dict[int, float] = field(default_factory=dict)
 
 
-class Refused(Exception):
-    """Raised on all ranks together if a plan may not follow. The one that runs goes on."""
-
-
-class NotBuilt(Refused):
-    """Raised on all ranks together if they cannot build what a plan needs. The plan that runs goes on."""
-
-
-def changed(handle: Handle, plan: Plan) -> Steps[None]:
-    """Let a plan run from the next step on, after the steps that the change takes.
-
-    Raises:
-        Refused: a rank refuses the plan.
-        NotBuilt: a rank cannot build what it needs, or computes in another way than others.
-        RuntimeError: a rank is gone.
-    """
-    if plan != handle.plan or handle.is_changing:
-        checked = together(handle.group, handle.device, lambda: handle._check(plan))
-        if isinstance(checked, Failure):
-            raise Refused(checked.text)
-        failures: list[str] = []
-        try:
-            agreed = handle._agreed(plan)
-        except Disagreement as error:
-            raise NotBuilt(str(error)) from error
-        handle._let_follow(agreed, fail=failures.append)
-        while handle.is_changing:
-            yield
-        if failures:
-            raise NotBuilt(failures[0])
-
-
 def played(
-    handle: Handle,
-    ranks: Ranks,
+    training: TunedTraining,
     arms: Sequence[Plan],
     last_step: int,
     predicted_s: Sequence[float | None] = (),
@@ -91,10 +50,9 @@ def played(
     some rank cannot build are left out, with a warning.
 
     Args:
-        handle: the attachment or synchronizer.
-        ranks: all ranks.
+        training: the training.
         arms: the plans, plain averaging first.
-        last_step: the number of steps of the handle at which trials have ended, unless that leaves no turn to some
+        last_step: the number of steps of the training at which trials have ended, unless that leaves no turn to some
             plan, because what came before has taken many steps, or several plans are close, or the outcome is in doubt.
             In doubt they end up to :data:`~.rules.MORE` steps later, or :data:`~.rules.STEPS` if a plan has won before,
             which stays in doubt.
@@ -108,32 +66,32 @@ def played(
     earlier = None if incumbent is None else numbers.get(incumbent.fingerprint())
     trials, sent_nbytes = Trials.of(len(arms), predicted_s, earlier), {}
     more = MORE if earlier in (None, PLAIN) else STEPS
-    last_step = max(last_step, handle.steps + CHANGES + TURN * len(arms))
-    while (turn := trials.next_turn(last_step - CHANGES - handle.steps, more)) is not None:
+    last_step = max(last_step, training.steps + CHANGES + TURN * len(arms))
+    while (turn := trials.next_turn(last_step - CHANGES - training.steps, more)) is not None:
         try:
-            yield from changed(handle, arms[turn.arm])
+            yield from training.changed(arms[turn.arm])
         except NotBuilt as failure:
             trials = trials.without(turn.arm)
             if trials.arms in ((), (PLAIN,)) or turn.arm == PLAIN:
                 raise
-            _leave_out(handle, summary_of(arms[turn.arm], ranks.world_size), str(failure))
+            _leave_out(training, summary_of(arms[turn.arm], training.ranks.world_size), str(failure))
             continue
-        *step_s, nbytes = ranks.slowest([*(yield from _timed(handle, turn)), handle.sent_nbytes_per_step()])
+        sent = (*(yield from _timed(training, turn)), training.frontend.sent_nbytes_per_step())
+        *step_s, nbytes = training.ranks.slowest(sent)
         trials, sent_nbytes[turn.arm] = trials.after(turn.arm, step_s), nbytes
-    yield from changed(handle, arms[trials.winner])
+    yield from training.changed(arms[trials.winner])
     return Played(trials, sent_nbytes)
 
 
-def _leave_out(handle: Handle, plan: str, error: str) -> None:
+def _leave_out(training: TunedTraining, plan: str, error: str) -> None:
     """Say that a plan is not tried, because it cannot be built."""
-    text, short = (each.failed(f"building {plan}", error, "other plans") for each in (sentences, short_sentences))
-    fingerprint = handle.plan.fingerprint()
-    handle.decide(Decision(handle.steps, text, handle._policy(), fingerprint, level=logging.WARNING, short=short))
+    given = (f"building {plan}", error, "other plans")
+    training.say((sentences.failed(*given), short_sentences.failed(*given)), level=logging.WARNING)
 
 
-def _timed(handle: Handle, turn: Turn) -> Steps[list[float]]:
+def _timed(training: TunedTraining, turn: Turn) -> Steps[list[float]]:
     """The seconds of the counted steps of a turn, on this rank."""
-    clock, marks = clock_of(handle.device), []
+    clock, marks = clock_of(training.frontend.device), []
     for number in range(turn.steps):
         yield
         if number >= UNCOUNTED - 1:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
 from ...accuracy.accuracy import AccuracyLike
 from ...communication.agreement import Failure, together
-from ...frontends.handle import Handle
 from ...plans.numbers import two_digits
 from ...plans.plan import Plan
-from ...stats.decisions import Decision
 from ...traces.model_trace import Trace
 from ..decisions import short_sentences
 from ..decisions.sentences import drifted, failed, faster, link_changed, refined, tries_plain
-from ..trials.trial_runner import Refused
+from ..trials.training import Refused, TunedTraining
 from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
 from .fallback import errors_of, finer, remembering
 from .guard import Fault, Guard
@@ -47,9 +45,7 @@ class Running:
     """Watches the plan of a training between two tunings. All ranks make one.
 
     Args:
-        handle: the attachment or synchronizer.
-        world_size: the number of ranks.
-        change: lets a plan follow, which may take some steps.
+        training: the training.
         waits: the steps from one action to the next, as :attr:`waits` of another one has given them.
 
     Attributes:
@@ -58,12 +54,10 @@ class Running:
 
     def __init__(
         self,
-        handle: Handle,
-        world_size: int,
-        change: Callable[[Plan], Generator[None, None, None]],
+        training: TunedTraining,
         waits: Sequence[Allowance] = (),
     ) -> None:
-        self._handle, self._world_size, self._change = handle, world_size, change
+        self._training = training
         self._drift: Drift | None = None
         self._waits = tuple(waits)
         self._policy = "none"  # finer plans keep that of the first
@@ -74,34 +68,34 @@ class Running:
 
         Args:
             tuned: how the plan was found.
-            until: the number of steps of the handle at which to return in any case, with
+            until: the number of steps of the training at which to return in any case, with
                 :attr:`~.drift.Action.STAY`.
         """
-        trace, handle = tuned.trace, self._handle
-        self._policy = handle._policy()
+        trace, training = tuned.trace, self._training
+        self._policy = training.policy
         computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
-        expected = Expected(tuned.step_s, tuned.none_s, computing_s, _compresses(handle.plan))
+        expected = Expected(tuned.step_s, tuned.none_s, computing_s, training.plan.compresses)
         drift = Drift(expected).with_waits(self._waits) if self._drift is None else self._drift.renewed(expected)
         guard, monitor = self._watch(tuned)
         is_new = False  # no trial has measured the plan
-        while until is None or handle.steps < until:
+        while until is None or training.steps < until:
             yield
             window = monitor.step_ended()
             if window is None:
                 continue
             if window.readings:
-                handle.note_error(window.error)
+                training.note_error(window.error)
             if is_new:
                 is_new, drift = False, drift.renewed(replace(expected, step_s=window.step_s))
             before = drift
             drift, action = drift.after(window.step_s, window.steps)
             self._drift = drift
             if action is not Action.STAY:
-                self._say(*_reason(action, window.step_s, before.expected), handle.plan)
+                self._say(*_reason(action, window.step_s, before.expected), training.plan)
                 return action
             guard, faults = guard.after(window.readings)
             if faults and (yield from self._refine(faults, tuned)):
-                expected = replace(expected, compresses=_compresses(handle.plan))
+                expected = replace(expected, compresses=training.plan.compresses)
                 guard, monitor = self._watch(tuned)
                 is_new = True
             elif faults:
@@ -127,30 +121,30 @@ class Running:
     # ---------------------------------------------------------------- its parts
 
     def _watch(self, tuned: Tuned) -> tuple[Guard, Monitor]:
-        handle = self._handle
-        guard = Guard.of(handle.plan, tuned.accuracy, tuned.trace)
-        return guard, Monitor(handle.group, handle.device, handle.residual_watch, guard.keys, guard.low_rank)
+        training, frontend = self._training, self._training.frontend
+        guard = Guard.of(training.plan, tuned.accuracy, tuned.trace)
+        return guard, Monitor(frontend.group, frontend.device, frontend.runtime.watch, guard.keys, guard.low_rank)
 
     def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
         """Let finer compressors follow for some units, and return whether they do."""
-        handle, plan, trace = self._handle, self._handle.plan, self.remembering(tuned.trace)
+        training, plan, trace = self._training, self._training.plan, self.remembering(tuned.trace)
 
         def made() -> Plan:
-            changed = finer(plan, faults, trace, tuned.accuracy, self._world_size)
-            handle._check(changed)
+            changed = finer(plan, faults, trace, tuned.accuracy, training.ranks.world_size)
+            training.checked(changed)
             return changed
 
-        after = together(handle.group, handle.device, made)
+        after = together(training.frontend.group, training.frontend.device, made)
         if isinstance(after, Failure):
             self._say_failed(after.text, plan)
             return False
         policy = self._policy
         self.found |= errors_of(plan, faults)
-        self._policy = policy if _compresses(after) else "none"
+        self._policy = policy if after.compresses else "none"
         for text, short in _refinements(plan, after, faults):
             self._say(text, short, after, logging.WARNING)
         try:
-            yield from self._change(after)
+            yield from training.changed(after)
         except Refused as refused:
             self._policy = policy
             self._say_failed(str(refused), plan)
@@ -162,12 +156,7 @@ class Running:
         self._say(failed(*given), short_sentences.failed(*given), plan, logging.WARNING)
 
     def _say(self, text: str, short: str, plan: Plan, level: int = logging.INFO) -> None:
-        handle, policy = self._handle, self._policy
-        handle.decide(Decision(handle.steps, text, policy, plan.fingerprint(), level=level, short=short))
-
-
-def _compresses(plan: Plan) -> bool:
-    return any(not unit.in_place for unit in plan.units)
+        self._training.say((text, short), plan, self._policy, level)
 
 
 def _reason(action: Action, step_s: float, expected: Expected) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from workloads import digest_of, mass_of, thinned
 
 def _other(setting: Setting) -> Setting:
     """The same setting with the other front end."""
-    return (*setting[:2], "hook" if setting[2] == "synchronizer" else "synchronizer")
+    return (*setting[:2], "hook" if setting[2] == "module" else "module")
 
 
 # -------------------------------------------------------------------- any number of ranks
@@ -117,10 +117,10 @@ def in_parts(folder: str) -> None:
         again.sync.close()
     dist.barrier()
 
-    frozen = Job(("EFSignSGD", "default", "synchronizer"), bucket_cap_mb=1e-6)
+    frozen = Job(("EFSignSGD", "default", "module"), bucket_cap_mb=1e-6)
     frozen.module.layers[0].weight.requires_grad_(False)
     frozen.train(0, SAVED)
-    early = Job(("EFSignSGD", "default", "synchronizer"), start_step=100)
+    early = Job(("EFSignSGD", "default", "module"), start_step=100)
     early.train(0, 2)
     for name, job in (("frozen", frozen), ("early", early)):
         dcp.save(job.parts(), checkpoint_id=f"{folder}/{name}")

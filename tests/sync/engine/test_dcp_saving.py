@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_jobs import SAVED, SETTINGS, STEPS, Job, remembered
-from gckernels.sync import Attachment, Synchronizer
+from gckernels.sync import Attachment
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
@@ -57,7 +57,7 @@ def saved_in_ways(folder: str, *ways: str) -> None:
 class _App:
     """An application object that collects all states itself, the form in which many scripts pass them to DCP."""
 
-    def __init__(self, attachment: Attachment | Synchronizer) -> None:
+    def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class _App:
         raise AssertionError("nothing was saved")
 
 
-def _check_refusals(front: str, attachment: Attachment | Synchronizer, group: dist.ProcessGroup, path: str) -> None:
+def _check_refusals(front: str, attachment: Attachment, group: dist.ProcessGroup, path: str) -> None:
     """Assert that the state of one rank is refused at saving, on every rank, however DCP receives it."""
     state = attachment.state_dict()
     for wrong in (attachment, state, _App(attachment), copy.deepcopy(state)):

@@ -39,7 +39,7 @@ def trained(front: str, spec: str, program: str, scaled: bool, pattern: str) -> 
             training.step(number)
             continue
         if pattern == "not seen":
-            training.attachment._runtime.step += 1
+            training.attachment._frontend.runtime.step += 1
             continue
         before = training.residuals()
         with training.attachment.exact() if pattern == "exact" else contextlib.nullcontext():
@@ -141,7 +141,7 @@ def warnings_in(front: str, pattern: str) -> int:
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         attachment: Any = sync.attach(model, "EFSignSGD", can_discard=True)
     else:
-        attachment = sync.Synchronizer(module, "EFSignSGD", can_discard=True)
+        attachment = sync.attach(module, "EFSignSGD", can_discard=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     if pattern == "LBFGS":
         optimizer = torch.optim.LBFGS(module.parameters(), lr=0.01, max_iter=3, tolerance_change=-1)
@@ -190,7 +190,7 @@ def left(front: str) -> int:
     before = len(optimizers._global_optimizer_post_hooks)
     module: Any = build("Mlp")
     model = DistributedDataParallel(module) if front == "attach" else module
-    (sync.attach if front == "attach" else sync.Synchronizer)(model, "EFSignSGD")
+    sync.attach(model, "EFSignSGD")
     model(module.batch(0, dist.get_rank())).backward()
     assert len(optimizers._global_optimizer_post_hooks) > before
     del model, module

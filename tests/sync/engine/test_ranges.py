@@ -25,7 +25,7 @@ def train(compressor: str, program: str, around: AbstractContextManager[Any]) ->
     attachment = sync.attach(hooked, sync.uniform_plan(hooked, compressor, program=program))
     hooked(module.batch(0, rank)).backward()
     hooked.zero_grad()
-    attachment.trace_next_step()
+    attachment.record_next_step()
     with around:
         hooked(module.batch(1, rank)).backward()
     traced = attachment.recorded_step

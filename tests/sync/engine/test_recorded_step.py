@@ -45,7 +45,7 @@ def train_and_trace(path: str) -> tuple[list[RecordedStep | None], float]:
     seen = []
     for step in range(6):
         if step in (2, 4):
-            attachment.trace_next_step()
+            attachment.record_next_step()
         if step == 4:
             with sync.record_timeline(path):
                 hooked(module.batch(step, rank)).backward()
@@ -82,7 +82,7 @@ def trace_changes() -> list[tuple[str, str | None, bool]]:
     plans = [sync.uniform_plan(hooked, name, exempt=None) for name in ("EFSignSGD", "BlockQuant", "Identity")]
     attachment = sync.attach(hooked, plans[0])
     names = {plan.fingerprint(): type(plan.units[0].compressor).__name__ for plan in plans} | {None: None}
-    attachment.trace_next_step()
+    attachment.record_next_step()
     seen = []
     for step in range(8):
         if step in (3, 5):
@@ -112,7 +112,7 @@ def test_a_rank_alone_has_no_stages():
 def trace_alone() -> RecordedStep | None:
     hooked = DistributedDataParallel(torch.nn.Linear(4, 4))
     attachment = sync.attach(hooked, "EFSignSGD")
-    attachment.trace_next_step()
+    attachment.record_next_step()
     hooked(torch.ones(1, 4)).sum().backward()
     traced = attachment.recorded_step
     attachment.close()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import from_spec
-from gckernels.sync import Plan, Synchronizer, Topology, UnitPlan, record_timeline, uniform_plan
+from gckernels.sync import Plan, Topology, UnitPlan, attach, record_timeline, uniform_plan
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
@@ -62,7 +62,7 @@ def model() -> torch.nn.Module:
 
 def train(path: str, *setting) -> None:
     module = model()
-    synchronizer = Synchronizer(module, plan_of(module, *setting), bucket_cap_mb=4.0)
+    synchronizer = attach(module, plan_of(module, *setting), bucket_cap_mb=4.0)
     generator = torch.Generator().manual_seed(dist.get_rank())
     parameters = list(module.parameters())
     grads = [torch.randn(each.shape, generator=generator) for each in parameters]

@@ -24,7 +24,7 @@ def steps_of_states() -> list[int]:
     attachment = attach(module, QSGD())
     train(module, 3)
     found = [attachment.state_dict()["step"]]
-    seeds = attachment._runtime._seeds
+    seeds = attachment._frontend.runtime._seeds
     known = seeds._step
     for count in range(1, REPLAYS + 1):  # as replays leave the memory of the device
         seeds.begin(known + count)

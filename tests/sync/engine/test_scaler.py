@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import sync
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -51,7 +51,7 @@ def train_with_scaler(compressor: str, program: str, front: str = "hook") -> tup
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         attachment = attach(model, plan, grad_scaler=scaler)
     else:
-        attachment = Synchronizer(module, plan, grad_scaler=scaler, bucket_cap_mb=SMALL_BUCKETS)
+        attachment = attach(module, plan, grad_scaler=scaler, bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     skipped = []
     for step in range(STEPS):
@@ -96,6 +96,6 @@ def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program
 @pytest.mark.parametrize(("compressor", "program"), [("EFSignSGD", "alltoall"), ("PowerSGD", "powersgd")])
 def test_the_synchronizer_skips_the_same_steps(compressor, program):
     hook, synchronizer = (
-        values_of(run_ranks(2, train_with_scaler, compressor, program, front)) for front in ("hook", "synchronizer")
+        values_of(run_ranks(2, train_with_scaler, compressor, program, front)) for front in ("hook", "module")
     )
     assert hook == synchronizer

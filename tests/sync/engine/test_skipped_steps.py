@@ -53,7 +53,7 @@ def no_trace(front: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, f
         unscaled = Training(front, spec, program, None, optimizers=optimizers)
         for number in range(STEPS):
             if number in SKIPPED:
-                unscaled.attachment._runtime.step += 1
+                unscaled.attachment._frontend.runtime.step += 1
             else:
                 unscaled.step(number)
         assert same(scaled.residuals(), unscaled.residuals()), spec
@@ -173,7 +173,7 @@ def resumed(front: str) -> None:
         assert same(again.residuals(), {key: state["feedback"][key[0]][key[1]] for key in again.residuals()})
         for number in range(8, STEPS):
             if init is None and number in SKIPPED:
-                again.attachment._runtime.step += 1
+                again.attachment._frontend.runtime.step += 1
             else:
                 again.step(number, again.skipped(number))
         assert digest_of(again.module.parameters()) == digest_of(whole.module.parameters()), init
@@ -193,7 +193,7 @@ def steps_on_the_host() -> None:
     """Skipped steps leave residuals as they are when encoding is on the host with a separate memory, here a
     stand-in."""
     with mock.patch.object(Places, "of", staticmethod(lambda device: Places(device, torch.device("cpu"), apart=True))):
-        training = Training("Synchronizer", "EFSignSGD", "alltoall", scaler_of())
+        training = Training("module", "EFSignSGD", "alltoall", scaler_of())
     for number in range(STEPS):
         before = training.residuals()
         training.step(number, training.skipped(number))

@@ -137,7 +137,7 @@ def test_a_scaler_that_nobody_tells_of_is_warned_of(front):
     for texts, errors in values_of(run_ranks(2, output, front)):
         assert "grad_scaler=scaler" in texts[0] and texts[0].count("gckernels:") == 1
         assert texts[1:] == ["", ""]
-        assert errors[0] == f"{front}: grad_scaler must be a torch.amp.GradScaler or None, got str"
+        assert errors[0] == "attach: grad_scaler must be a torch.amp.GradScaler or None, got str"
         assert "do not have the same settings" in errors[1] and "with a gradient scaler" in errors[1]
 
 

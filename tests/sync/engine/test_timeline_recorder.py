@@ -86,7 +86,7 @@ def test_a_trace_has_every_stage_of_every_rank(tmp_path, compressor, program):
 def train_in_place(path: str) -> float:
     module = build("Mlp")
     nothing = sync.uniform_plan(module, gckernels.Identity(), program=PROGRAMS["allreduce"])
-    synchronizer = sync.Synchronizer(module, nothing, bucket_cap_mb=SMALL_BUCKETS)
+    synchronizer = sync.attach(module, nothing, bucket_cap_mb=SMALL_BUCKETS)
     with record_timeline(path):
         for step in range(STEPS):
             module(module.batch(step, dist.get_rank())).backward()

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.batch import Bound, Decoding, Encoding
 from gckernels.codec import Codec
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from leftovers import lanes
 from models import SMALL_BUCKETS, build
 from ranks import Outcome, run_ranks, values_of
@@ -53,10 +53,10 @@ class Seen:
 
 
 def _taken(front: str, module: torch.nn.Module, compressor: Codec, program: str) -> tuple[torch.nn.Module, Any]:
-    """The model to train, and the attachment or synchronizer."""
-    if front == "synchronizer":
+    """The model to train, and the attachment."""
+    if front == "module":
         plan = sync.uniform_plan(module, compressor, program=program)
-        return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
+        return module, attach(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     return hooked, attach(hooked, sync.uniform_plan(hooked, compressor, program=program))
 
@@ -118,11 +118,11 @@ _FAULTS = {
         pytest.param(2, "leaves", 3, "allgather", "hook", marks=SLOW),
         pytest.param(3, "leaves", 4, "alltoall", "hook", marks=SLOW),
         (2, "exits", 4, "alltoall", "hook"),
-        (3, "killed", 3, "alltoall", "synchronizer"),
-        pytest.param(2, "stopped", 4, "allgather", "synchronizer", marks=SLOW),
-        (2, "leaves", 2, "parameter_server", "synchronizer"),
-        (2, "asleep", 3, "alltoall", "synchronizer"),
-        (4, "exits", 3, "alltoall", "synchronizer"),
+        (3, "killed", 3, "alltoall", "module"),
+        pytest.param(2, "stopped", 4, "allgather", "module", marks=SLOW),
+        (2, "leaves", 2, "parameter_server", "module"),
+        (2, "asleep", 3, "alltoall", "module"),
+        (4, "exits", 3, "alltoall", "module"),
     ],
 )
 def test_every_other_rank_raises_in_time_and_can_end(world_size, fault, at_step, program, front):
@@ -200,7 +200,7 @@ def _broken(bound: Bound, method: str, call: Any) -> None:
 _UNITS = {"encode": Encoding, "decode": Decoding}
 
 
-@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+@pytest.mark.parametrize("front", ["hook", "module"])
 @pytest.mark.parametrize("method", ["encode", "decode"])
 def test_an_error_of_one_rank_ends_all(method, front):
     times = {"group_timeout_s": GROUP_TIMEOUT_S, "timeout_s": 3 * SLACK_S}
@@ -226,11 +226,11 @@ def attach_alone(front: str) -> str:
         if front == "hook":
             attach(hooked, BlockQuant())
         else:
-            Synchronizer(module, BlockQuant())
+            attach(module, BlockQuant())
     return str(caught.value)
 
 
-@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+@pytest.mark.parametrize("front", ["hook", "module"])
 def test_attaching_raises_when_another_rank_is_gone(front):
     survivor, dead = run_ranks(2, attach_alone, front, group_timeout_s=GROUP_TIMEOUT_S, timeout_s=3 * SLACK_S)
     assert dead.exit_code == -signal.SIGKILL

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, sync
 from gckernels.codec import Encoding
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import Attachment, attach
 from gckernels.sync.messages import codings
 from gckernels.sync.resources.lanes import DeviceLanes
 from leftovers import children, lanes
@@ -26,14 +26,14 @@ FAULTY, WORLD_SIZE = 1, 3
 AT = 3  # the step of the fault; the first step is not compressed
 GROUP_TIMEOUT_S = 3.0
 TIMEOUT_S = 60.0
-FRONTS = ("hook", "synchronizer")
+FRONTS = ("hook", "module")
 State = dict[str, dict[str, torch.Tensor]]
 
 
 def _taken(front: str, module: nn.Module, program: str) -> tuple[nn.Module, Any]:
     plan = sync.uniform_plan(module, EFSignSGD(), program=program)
-    if front == "synchronizer":
-        return module, Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
+    if front == "module":
+        return module, attach(module, plan, bucket_cap_mb=SMALL_BUCKETS)
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
     return model, attach(model, plan)
 
@@ -100,9 +100,7 @@ def clean() -> Callable[[str, str], list[Outcome]]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(
-    ("program", "front"), [("alltoall", "hook"), ("alltoall", "synchronizer"), ("allgather", "synchronizer")]
-)
+@pytest.mark.parametrize(("program", "front"), [("alltoall", "hook"), ("alltoall", "module"), ("allgather", "module")])
 def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault, program, front):
     """A unit that was encoded has given its payload away, whether or not any rank received it. Its residual is the
     error of that payload, and the payload is lost. Every other unit keeps its old residual. No residual is in
@@ -208,7 +206,7 @@ def half_encoded() -> list[float]:
         return encode
 
     module = build("Mlp")
-    synchronizer = Synchronizer(
+    synchronizer = attach(
         module, sync.uniform_plan(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
     )
     module(module.batch(0, dist.get_rank())).backward()
@@ -226,8 +224,8 @@ def half_encoded() -> list[float]:
     return residual.unique().tolist()
 
 
-def lanes_of(synchronizer: Synchronizer) -> DeviceLanes:
-    engine = synchronizer._runtime._engine
+def lanes_of(synchronizer: Attachment) -> DeviceLanes:
+    engine = synchronizer._frontend.runtime._engine
     assert engine is not None
     return engine.lanes
 

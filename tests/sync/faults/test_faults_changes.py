@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, sync
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from leftovers import lanes
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -30,7 +30,7 @@ def change_until_a_fault(front: str, point: str) -> str:
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         handle = attach(model, EFSignSGD())
     else:
-        handle = Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS)
+        handle = attach(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS)
     state = "training"
 
     def step() -> None:
@@ -50,7 +50,7 @@ def change_until_a_fault(front: str, point: str) -> str:
         if is_faulty and point == "in the exact step":
             module.get_parameter("layers.2.weight").register_hook(die)
         if is_faulty and point == "at its end":
-            handle._go_over = die
+            handle._changes._go_over = die
         if is_faulty and point == "after the change":
             handle.on_step_end(die)
         for _ in range(3):
@@ -71,7 +71,7 @@ POINTS = ("before the change", "in the exact step", "at its end", "after the cha
         ("attach", "in the exact step"),
         *(
             pytest.param(front, point, marks=SLOW)
-            for front in ("attach", "Synchronizer")
+            for front in ("attach", "module")
             for point in POINTS
             if (front, point) != ("attach", "in the exact step")
         ),
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_while_a_plan_changes(front, point):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("front", ["attach", "module"])
 def test_a_rank_that_does_not_change_its_plan(front):
     """The collectives of the others fit none of its own, so after the timeout all ranks raise."""
     outcomes = run_ranks(2, change_until_a_fault, front, "another way", group_timeout_s=GROUP_TIMEOUT_S)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gckernels import EFSignSGD, sync
-from gckernels.sync import Synchronizer
+from gckernels.sync import attach
 from leftovers import lanes
 from models import build
 from ranks import run_ranks, values_of
@@ -26,7 +26,7 @@ def train_until_a_rank_dies(how: str, dies_at: str) -> tuple[int, float, list[st
     """The step that raised, the seconds that it took, and the errors of the step and the next one."""
     rank, module = dist.get_rank(), build("Mlp")
     plan = launched(sync.uniform_plan(module, EFSignSGD(), exempt=None), how)
-    synchronizer = Synchronizer(module, plan)
+    synchronizer = attach(module, plan)
     step = 0
 
     def die(grad: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels import sync
 from gckernels.codec import Codec
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives, encoded
 from gckernels.sync.messages.exchanges import Exchange
@@ -188,7 +188,7 @@ def train(compressor: str, program: Program, faults: Faults, front: str, unused:
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
         taken: Any = attach(model, plan)
     else:
-        taken = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
+        taken = attach(module, plan, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
     steps = []
     with wire() as sent:
         for step, fault in enumerate(faults):
@@ -260,7 +260,7 @@ def check(world_size: int, settings: list[tuple[str, str, str, bool]]) -> None:
     ],
 )
 def test_two_ranks(compressor, program):
-    check(2, [(compressor, program, "synchronizer", False)])
+    check(2, [(compressor, program, "module", False)])
 
 
 # `make test` takes one program of every compressor, and every program at least once
@@ -277,7 +277,7 @@ def test_two_ranks(compressor, program):
 )
 def test_four_ranks(compressor, program, unused):
     """Where parameters may be unused, decoding and the next encoding are two calls."""
-    check(4, [(compressor, program, "synchronizer", unused)])
+    check(4, [(compressor, program, "module", unused)])
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -16,20 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, PowerSGD, sync
-from gckernels.sync import Plan, Synchronizer, attach
+from gckernels.sync import Plan, attach
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
 OTHER = 1
-FRONTS = ("attach", "Synchronizer")
+FRONTS = ("attach", "module")
 Trained = tuple[nn.Module, Any]
 
 
 def _taken(front: str, module: nn.Module, what: Any, **settings: Any) -> Trained:
-    """The model to train, and the attachment or synchronizer."""
-    if front == "Synchronizer":
-        return module, Synchronizer(module, what, **{"bucket_cap_mb": SMALL_BUCKETS} | settings)
+    """The model to train, and the attachment."""
+    if front == "module":
+        return module, attach(module, what, **{"bucket_cap_mb": SMALL_BUCKETS} | settings)
     # DDP itself compares the models and raises, unless it is told not to
     model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, init_sync=False)
     return model, attach(model, what, **settings)
@@ -125,7 +125,7 @@ OF_THE_SYNCHRONIZER = {
 
 
 def _cases(front: str) -> dict[str, Any]:
-    return CASES | (OF_THE_SYNCHRONIZER if front == "Synchronizer" else {})
+    return CASES | (OF_THE_SYNCHRONIZER if front == "module" else {})
 
 
 def disagreed(front: str) -> tuple[dict[str, str], str]:
@@ -156,7 +156,7 @@ def test_all_ranks_raise_the_same_and_can_agree_afterwards(world_size, front):
     assert len({digests for _, digests in found}) == 1
     for name, (_, said_by_most, said_by_one) in _cases(front).items():
         (text,) = {errors[name] for errors, _ in found}  # all ranks have the same text
-        assert text.startswith(f"{front}: the ranks do not have the same settings:\n  rank 0: "), text
+        assert text.startswith("attach: the ranks do not have the same settings:\n  rank 0: "), text
         lines = text.splitlines()
         for rank in range(world_size):
             shown = " ".join(line for line in lines if line.startswith(f"  rank {rank}: "))

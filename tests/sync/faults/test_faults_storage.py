@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, TopK
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.toolkit.host import compilers
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -42,12 +42,12 @@ arguments."""
 CASES = {
     # the front end; the folder of compiled programs; the folder of temporary files
     "nothing else, by the hook": ("hook", "cache", "temporary"),
-    "nothing else": ("synchronizer", "cache", "temporary"),
-    "temporary files": ("synchronizer", "other cache", "full"),
-    "the cache": ("synchronizer", "full/cache", "temporary"),
+    "nothing else": ("module", "cache", "temporary"),
+    "temporary files": ("module", "other cache", "full"),
+    "the cache": ("module", "full/cache", "temporary"),
     "the cache and temporary files": ("hook", "full/cache", "full"),
     "a read-only cache": ("hook", "read-only/cache", "temporary"),
-    "all is read-only": ("synchronizer", "read-only/cache", "read-only"),
+    "all is read-only": ("module", "read-only/cache", "read-only"),
 }
 """All of them run with a full /dev/shm."""
 
@@ -75,7 +75,7 @@ def trained(front: str, cache: str | None = None, temporary: str | None = None) 
                 model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
                 taken: Any = attach(model, compressor)
             else:
-                model, taken = module, Synchronizer(module, compressor, bucket_cap_mb=SMALL_BUCKETS)
+                model, taken = module, attach(module, compressor, bucket_cap_mb=SMALL_BUCKETS)
             for step in range(3):
                 model(module.batch(step, dist.get_rank())).backward()
                 digests.append(digest_of(parameter.grad for parameter in module.parameters()))

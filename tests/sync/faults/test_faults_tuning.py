@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 import gckernels
+from gckernels.sync.frontends.changes import PlanChanges
 from gckernels.sync.predictive import measuring, searching
 from gckernels.sync.predictive.planning import Proposal
 from gckernels.sync.tracing.model_tracer import ModelTracer
-from gckernels.sync.tuning.attachment import Attachment
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -28,7 +28,7 @@ POINTS = {
     "trace": (searching.ModelTracer, "trace"),
     "proposal": (searching, "proposal"),
     "reading": (Proposal, "from_text"),
-    "change": (Attachment, "_let_follow"),
+    "change": (PlanChanges, "follow"),
 }
 """The function that is called at each point of the sequence."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, Identity, PowerSGD, sync
-from gckernels.sync import Plan, PlanError, Synchronizer, attach
+from gckernels.sync import Plan, PlanError, attach
 from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
 from gckernels.sync.states.resuming import resumable
 from models import SMALL_BUCKETS, build
@@ -26,7 +26,7 @@ def handle_of(front: str, compressor: Any, **program: Any) -> tuple[Any, Any]:
     if front == "attach":
         ddp_model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         return ddp_model, attach(ddp_model, sync.uniform_plan(ddp_model, compressor, **program))
-    return module, Synchronizer(module, sync.uniform_plan(module, compressor, **program), bucket_cap_mb=SMALL_BUCKETS)
+    return module, attach(module, sync.uniform_plan(module, compressor, **program), bucket_cap_mb=SMALL_BUCKETS)
 
 
 def train(model: Any, steps: int) -> None:
@@ -56,7 +56,7 @@ def adopted(
     for source in ["dcp", "all states"] + (["own state"] if as_before else []):
         model, handle = handle_of(front, PowerSGD())
         train(model, 2)
-        handle._adopts_plans = True
+        handle._saved.adopts_plans = True
         if source == "dcp":
             dcp.load({"gckernels": handle.checkpoint(reads=folder)}, checkpoint_id=folder)
         else:
@@ -71,7 +71,7 @@ def adopted(
         handle.close()
 
 
-@pytest.mark.parametrize("front", ["Synchronizer", pytest.param("attach", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("front", ["module", pytest.param("attach", marks=pytest.mark.slow)])
 def test_a_saved_plan_goes_on(front, tmp_path: Path):
     folder = str(tmp_path / "saved")
     found = values_of(run_ranks(2, saved, front, folder))
@@ -84,9 +84,9 @@ def refused() -> None:
     """States that are damaged on one rank, or of another model, change nothing on any rank."""
     model, handle = handle_of("attach", EFSignSGD())
     train(model, 3)
-    handle._adopts_plans = True
+    handle._saved.adopts_plans = True
     before, state = handle.state_dict(), handle.state_dict()
-    other = Synchronizer(nn.Linear(4, 4), EFSignSGD())
+    other = attach(nn.Linear(4, 4), EFSignSGD())
     foreign = other.state_dict()
     if dist.get_rank():
         del state["feedback"]

@@ -78,38 +78,53 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     # the ranks' action; the errors that rank 1 and the other ranks raise, each as a type and a part of the text
     "twice": (
         lambda model, rank: _second(model),
-        "ValueError: attach: ddp_model has a gckernels attachment already",
-        "ValueError: attach: ddp_model has a gckernels attachment already",
+        "ValueError: attach: model has a gckernels attachment already",
+        "ValueError: attach: model has a gckernels attachment already",
     ),
-    "no DDP model": (
+    "no model": (
+        lambda model, rank: attach("model", BlockQuant()),
+        "TypeError: attach: model must be a torch.nn.Module, got str",
+        "TypeError: attach: model must be a torch.nn.Module, got str",
+    ),
+    "a bare module on one rank": (
+        lambda model, rank: attach(build("Mlp") if rank == 1 else model, BlockQuant()),
+        "Disagreement: attach: the ranks do not have the same settings",
+        "Disagreement: attach: the ranks do not have the same settings",
+    ),
+    "the module in the model": (
         lambda model, rank: attach(model.module, BlockQuant()),
-        "TypeError: attach: ddp_model must be a DistributedDataParallel model, got Mlp",
-        "TypeError: attach: ddp_model must be a DistributedDataParallel model, got Mlp",
+        "ValueError: attach: parameter layers.0.weight is averaged by a DistributedDataParallel model, too",
+        "ValueError: attach: parameter layers.0.weight is averaged by a DistributedDataParallel model, too",
     ),
-    "no DDP model on one rank": (
-        lambda model, rank: attach(model.module if rank == 1 else model, BlockQuant()),
-        "TypeError: attach: ddp_model must be a DistributedDataParallel model, got Mlp",
-        "RuntimeError: attach: failed on rank 1: attach: ddp_model must be a DistributedDataParallel model",
+    "an option of bare modules": (
+        lambda model, rank: attach(model, BlockQuant(), bucket_cap_mb=10),
+        "ValueError: attach: bucket_cap_mb must be None for a DistributedDataParallel model, which has its own, got 10",
+        "ValueError: attach: bucket_cap_mb must be None for a DistributedDataParallel model, which has its own, got 10",
+    ),
+    "another option of bare modules on one rank": (
+        lambda model, rank: attach(model, BlockQuant(), find_unused_parameters=rank == 1),
+        "ValueError: attach: find_unused_parameters must be False for a DistributedDataParallel model, ",
+        "RuntimeError: attach: failed on rank 1: attach: find_unused_parameters must be False",
     ),
     "no model at all on one rank": (
         lambda model, rank: attach(None if rank == 1 else model, BlockQuant()),
-        "TypeError: attach: ddp_model must be a DistributedDataParallel model, got NoneType",
+        "TypeError: attach: model must be a torch.nn.Module, got NoneType",
         "RuntimeError: attach: failed on rank 1",
     ),
     "another hook": (
         lambda model, rank: attach(_with_hook(model), BlockQuant()),
-        "ValueError: attach: ddp_model has a communication hook already",
-        "ValueError: attach: ddp_model has a communication hook already",
+        "ValueError: attach: model has a communication hook already",
+        "ValueError: attach: model has a communication hook already",
     ),
     "another hook on one rank": (
         lambda model, rank: attach(_with_hook(model) if rank == 1 else model, BlockQuant()),
-        "ValueError: attach: ddp_model has a communication hook already",
-        "RuntimeError: attach: failed on rank 1: attach: ddp_model has a communication hook already",
+        "ValueError: attach: model has a communication hook already",
+        "RuntimeError: attach: failed on rank 1: attach: model has a communication hook already",
     ),
     "a built-in hook on one rank": (
         lambda model, rank: attach(_with_builtin_hook(model) if rank == 1 else model, BlockQuant()),
-        "ValueError: attach: ddp_model has a communication hook already",
-        "RuntimeError: attach: failed on rank 1: attach: ddp_model has a communication hook already",
+        "ValueError: attach: model has a communication hook already",
+        "RuntimeError: attach: failed on rank 1: attach: model has a communication hook already",
     ),
     "different compressors": (
         lambda model, rank: attach(model, BlockQuant(bits=4 if rank == 1 else 8)),
@@ -168,8 +183,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "parameters frozen since": (
         lambda model, rank: attach(_frozen(model), BlockQuant()),
-        "ValueError: attach: ddp_model averages 6 parameters since it was made, and 5 need gradients now",
-        "ValueError: attach: ddp_model averages 6 parameters since it was made, and 5 need gradients now",
+        "ValueError: attach: model averages 6 parameters since it was made, and 5 need gradients now",
+        "ValueError: attach: model averages 6 parameters since it was made, and 5 need gradients now",
     ),
     "sparse gradients": (
         lambda model, rank: attach(_wrapped(nn.Sequential(nn.Embedding(5, 3, sparse=True))), BlockQuant()),
@@ -177,14 +192,19 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
         "ValueError: attach: parameter 0.weight has a sparse gradient",
     ),
     "no compressor on one rank": (
-        lambda model, rank: attach(model, None if rank == 1 else BlockQuant()),
+        lambda model, rank: attach(model, sync.Auto() if rank == 1 else BlockQuant()),
         "Disagreement: attach: the ranks do not have the same settings",
         "Disagreement: attach: the ranks do not have the same settings",
     ),
+    "nothing in place of a compressor on one rank": (
+        lambda model, rank: attach(model, None if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
+        "TypeError: attach: plan must be a Plan, an Auto, a compressor such as gckernels.EFSignSGD(), or its spec",
+        "RuntimeError: attach: failed on rank 1: attach: plan must be a Plan, an Auto, a compressor",
+    ),
     "a number on one rank": (
         lambda model, rank: attach(model, 8 if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
-        "TypeError: attach: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
-        "RuntimeError: attach: failed on rank 1: attach: plan must be a Plan, a compressor",
+        "TypeError: attach: plan must be a Plan, an Auto, a compressor such as gckernels.EFSignSGD(), or its spec",
+        "RuntimeError: attach: failed on rank 1: attach: plan must be a Plan, an Auto, a compressor",
     ),
     "a class": (
         lambda model, rank: attach(model, BlockQuant),  # type: ignore[arg-type]
@@ -198,8 +218,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "a compiled model on one rank": (
         lambda model, rank: attach(torch.compile(model) if rank == 1 else model, BlockQuant()),
-        "TypeError: attach: ddp_model is compiled; attach to the DistributedDataParallel model, then compile that",
-        "RuntimeError: attach: failed on rank 1: attach: ddp_model is compiled",
+        "TypeError: attach: model is compiled; attach to the DistributedDataParallel model, then compile that",
+        "RuntimeError: attach: failed on rank 1: attach: model is compiled",
     ),
     "an optimizer in backward": (
         lambda model, rank: attach(_stepping_in_backward(model), BlockQuant()),

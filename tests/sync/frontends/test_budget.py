@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.sync.frontends.budget import plan_nbytes, rank_nbytes, within_budget
 from gckernels.sync.programs import ALLREDUCE, ALLTOALL, PROGRAMS, Place
 from gckernels.sync.resources.memory_spaces import Places
@@ -67,7 +67,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
             topology=where,
             world_size=world_size,
         )
-        synchronizer = Synchronizer(module, plan, bucket_cap_mb=SMALL_BUCKETS)
+        synchronizer = attach(module, plan, bucket_cap_mb=SMALL_BUCKETS)
         apart = Places.of(torch.device("cpu")).apart
         dtypes = collections.defaultdict[str, torch.dtype](lambda: torch.float32)
         output = sum(plan_nbytes(plan, dtypes, where, apart)), rank_nbytes(plan, dtypes, where, apart)
@@ -138,7 +138,7 @@ def with_a_budget(front: str) -> tuple[str, str, int]:
             model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
             attachment = attach(model, BlockQuant(), memory_budget_mb=0)
         else:
-            attachment = Synchronizer(module, BlockQuant(), memory_budget_mb=0, bucket_cap_mb=SMALL_BUCKETS)
+            attachment = attach(module, BlockQuant(), memory_budget_mb=0, bucket_cap_mb=SMALL_BUCKETS)
     for step in range(3):
         for each in (model, plain):
             each.zero_grad()
@@ -148,7 +148,7 @@ def with_a_budget(front: str) -> tuple[str, str, int]:
     return ours, expected, attachment.residual_nbytes()
 
 
-@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+@pytest.mark.parametrize("front", ["hook", "module"])
 def test_without_memory_gradients_are_plain(front):
     for ours, plain, nbytes in values_of(run_ranks(2, with_a_budget, front)):
         assert ours == plain and nbytes == 0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import DGC, EFSignSGD, Identity, sync
-from gckernels.sync import Plan, Synchronizer, attach
+from gckernels.sync import Plan, attach
 from gckernels.sync.programs import ALLREDUCE, ALLTOALL
 from ranks import run_ranks, values_of
 from workloads import launched, mass_of, summed
@@ -61,7 +61,7 @@ def walk(front: str) -> None:
         model = DistributedDataParallel(module, bucket_cap_mb=1e-3)
         handle: Any = attach(model, sync.uniform_plan(model, Identity(), program=ALLREDUCE))
     else:
-        handle = Synchronizer(module, sync.uniform_plan(module, Identity(), program=ALLREDUCE))
+        handle = attach(module, sync.uniform_plan(module, Identity(), program=ALLREDUCE))
     parameters = dict(module.named_parameters())
     missing = {name: torch.zeros(in_reals(each.detach()).numel()).double() for name, each in parameters.items()}
     step = 0
@@ -98,7 +98,7 @@ def walk(front: str) -> None:
     handle.close()
 
 
-@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("front", ["attach", "module"])
 def test_nothing_is_lost_between_layouts(front):
     values_of(run_ranks(2, walk, front))
 

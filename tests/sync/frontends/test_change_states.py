@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import DGC, EFSignSGD, Identity, PowerSGD, SigNUM, sync
-from gckernels.sync import Plan, Synchronizer, attach
+from gckernels.sync import Plan, attach
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL
 from ranks import run_ranks, values_of
 from workloads import mass_of, summed
 
-FRONTS = ("attach", "Synchronizer")
+FRONTS = ("attach", "module")
 
 
 class Gated(nn.Module):
@@ -48,7 +48,7 @@ class Training:
             self.handle: Any = attach(self.model, self.plan(plan), grad_scaler=scaler)
         else:
             settings: dict[str, Any] = {"bucket_cap_mb": 1e-4, "find_unused_parameters": unused}
-            self.handle = Synchronizer(self.module, self.plan(plan), grad_scaler=scaler, **settings)
+            self.handle = attach(self.module, self.plan(plan), grad_scaler=scaler, **settings)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
         self.sums = {name: torch.zeros_like(each).double() for name, each in self.module.named_parameters()}
         self.steps, self.is_poisoned = 0, False
@@ -168,7 +168,7 @@ def frozen(front: str, before: str) -> None:
     training.handle.close()
 
 
-@pytest.mark.parametrize(("front", "before"), [("Synchronizer", "signs"), ("attach", "none")])
+@pytest.mark.parametrize(("front", "before"), [("module", "signs"), ("attach", "none")])
 def test_frozen_parameters_do_not_hold_up_a_change(front, before):
     values_of(run_ranks(2, frozen, front, before))
 
@@ -180,7 +180,7 @@ def momenta() -> None:
     """A unit that stays as it is keeps its momentum and its factors; nothing of it is sent twice."""
     for compressor, kind in ((SigNUM(), "worker"), (DGC(), "worker"), (PowerSGD(rank=2), "q")):
         module = Gated()
-        synchronizer = Synchronizer(module, compressor)
+        synchronizer = attach(module, compressor)
         with_one = synchronizer.plan
         kept, exact = with_one.units
         exact = replace(exact, compressor=Identity(), program=ALLREDUCE, feedback=False)

@@ -56,7 +56,7 @@ def walk(front: str, topology: tuple[int, int], order: list[str]) -> None:
 
 
 def walks(topology: tuple[int, int], orders: list[list[str]]) -> None:
-    for front in ("attach", "Synchronizer"):
+    for front in ("attach", "module"):
         for order in orders:
             walk(front, topology, order)
 
@@ -138,7 +138,7 @@ def left_behind(front: str) -> None:
     known = plans(training.model, (2, 1))
     groups = len(dist.distributed_c10d._world.pg_map)
     for name in ("ring", "low rank", "8 bits", "none"):
-        old = weakref.ref(training.handle._runtime)
+        old = weakref.ref(training.handle._frontend.runtime)
         training.handle.change_plan(known[name])
         training.train(2)
         gc.collect()
@@ -149,7 +149,7 @@ def left_behind(front: str) -> None:
     training.handle.close()
 
 
-@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("front", ["attach", "module"])
 def test_an_old_plan_leaves_nothing_behind(front):
     values_of(run_ranks(2, left_behind, front))
 
@@ -219,7 +219,7 @@ def disagree(front: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("front", ["attach", "module"])
 def test_ranks_that_disagree_all_raise(front):
     for rank, (other, kind, unfit) in enumerate(values_of(run_ranks(2, disagree, front))):
         assert other.startswith("Disagreement: change_plan: the ranks do not have the same settings")

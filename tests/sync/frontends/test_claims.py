@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import Attachment, attach
 from leftovers import lanes
 from models import Mlp, build
 from ranks import run_ranks, values_of
@@ -42,12 +42,12 @@ def synchronised_by_itself() -> None:
     """A synchronizer lives as long as its parameters do, even if nothing else refers to it or to the module that it was
     given."""
     module = build("Mlp")
-    kept = Synchronizer(module, BlockQuant())
+    kept = attach(module, BlockQuant())
     expected = trained(module)
     kept.close()
     for around in (lambda it: it, lambda it: nn.Sequential(it), lambda it: nn.ModuleList([it])):
         module = build("Mlp")
-        Synchronizer(around(module), BlockQuant())
+        attach(around(module), BlockQuant())
         gc.collect()
         assert trained(module) == expected
         del module
@@ -95,7 +95,7 @@ def freed() -> None:
             for keeps in (False, True):
                 module = make()
                 model = DistributedDataParallel(module) if by_hook else module
-                front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+                front = attach(model, BlockQuant())
                 module.front = front if keeps else None
                 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
                 trained(model, module)
@@ -104,7 +104,7 @@ def freed() -> None:
                     optimizer = None  # the optimizer holds the parameters, whose hooks hold the model
                 assert lanes()
                 parameters = [weakref.ref(parameter) for parameter in module.parameters()]
-                gone = [weakref.ref(each) for each in (module, model, front, front._runtime)]
+                gone = [weakref.ref(each) for each in (module, model, front, front._frontend.runtime)]
                 del module, model, front
                 gc.collect()
                 assert not lanes() and [each() for each in gone] == [None] * 4
@@ -120,14 +120,14 @@ def test_with_the_model_all_is_freed():
 
 def gone_too_early() -> None:
     parameters = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3))]
-    Synchronizer(nn.ParameterList(parameters), Identity())
+    attach(nn.ParameterList(parameters), Identity())
     gc.collect()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"gradient of [01] is not synchronised any more: the model .* is gone"):
             sum(parameter.sum() for parameter in parameters).backward()
     again = nn.ParameterList(parameters)
     with pytest.raises(RuntimeError, match="is gone"):
-        Synchronizer(again, Identity())
+        attach(again, Identity())
         sum(parameter.sum() for parameter in parameters).backward()
 
 
@@ -143,7 +143,7 @@ def copied() -> None:
         module = build("Mlp")
         keys, size = list(module.state_dict()), len(pickle.dumps(module))
         model = DistributedDataParallel(module) if by_hook else module
-        front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        front = attach(model, BlockQuant())
         expected = trained(model, module)
         module.zero_grad()
         assert list(module.state_dict()) == keys
@@ -152,7 +152,7 @@ def copied() -> None:
         for other in (copy.deepcopy(module), pickle.loads(pickled)):
             mine = int(trained(other)[0][:12], 16)
             assert summed(torch.tensor(mine)).item() != 2 * mine  # the gradients differ between ranks
-            again = Synchronizer(other, BlockQuant())
+            again = attach(other, BlockQuant())
             assert trained(other) == expected
             again.close()
         front.close()
@@ -169,8 +169,8 @@ def ddp(module: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(module)
 
 
-def ours(module: nn.Module) -> Synchronizer:
-    return Synchronizer(module, Identity())
+def ours(module: nn.Module) -> Attachment:
+    return attach(module, Identity())
 
 
 def hooked(module: nn.Module) -> Any:
@@ -178,7 +178,7 @@ def hooked(module: nn.Module) -> Any:
     return model, attach(model, Identity())
 
 
-TAKEN = "parameter {} is synchronised by another attachment or Synchronizer"
+TAKEN = "parameter {} is synchronised by another attachment"
 WRAPPED = "parameter {} is averaged by a DistributedDataParallel model, too"
 TWICE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
     # the model's first attachment, the second one, which is refused, and the reason
@@ -256,9 +256,9 @@ def side_by_side() -> None:
     module = build("Mlp")
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["layers.2.weight", "layers.2.bias"])
     model = ddp(module)
-    attachment, synchronizer = attach(model, BlockQuant()), Synchronizer(module.layers[2], BlockQuant())
+    attachment, synchronizer = attach(model, BlockQuant()), attach(module.layers[2], BlockQuant())
     expected = build("Mlp")
-    alone = Synchronizer(expected, BlockQuant())
+    alone = attach(expected, BlockQuant())
     assert trained(model, module) == trained(expected)
     for front in (attachment, synchronizer, alone):
         front.close()

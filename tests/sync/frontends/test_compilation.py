@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import Plan, Synchronizer, UnitPlan, attach
+from gckernels.sync import Plan, UnitPlan, attach
 from gckernels.sync.engine.compilation import compile_host, host_methods
 from gckernels.sync.programs import PROGRAMS, Place, Program
 from gckernels.sync.resources.memory_spaces import Places
@@ -34,7 +34,7 @@ def opened_in_steps(front: str, *specs: str) -> list[str]:
             model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
             taken: Any = attach(model, gckernels.from_spec(spec))
         else:
-            model, taken = module, Synchronizer(module, gckernels.from_spec(spec), bucket_cap_mb=SMALL_BUCKETS)
+            model, taken = module, attach(module, gckernels.from_spec(spec), bucket_cap_mb=SMALL_BUCKETS)
         with mock.patch.object(program_cache, "opened", wraps=program_cache.opened) as opened:
             for step in range(3):
                 model(module.batch(step, dist.get_rank())).backward()
@@ -44,11 +44,11 @@ def opened_in_steps(front: str, *specs: str) -> list[str]:
     return late
 
 
-@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+@pytest.mark.parametrize("front", ["hook", "module"])
 def test_no_step_waits_for_a_compiler(front):
     if compilers.compiler() is None:
         pytest.skip("there is no C compiler")
-    specs = SPECS if front == "synchronizer" else ("EFSignSGD", "SigNUM", "TopK")
+    specs = SPECS if front == "module" else ("EFSignSGD", "SigNUM", "TopK")
     # new processes have not loaded any program yet
     assert values_of(run_ranks(2, opened_in_steps, front, *specs, fresh=True, exits=False)) == [[], []]
 

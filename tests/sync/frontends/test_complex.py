@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity, PowerSGD, sync
-from gckernels.sync import Plan, PlanError, Synchronizer, UnitPlan, attach
+from gckernels.sync import Plan, PlanError, UnitPlan, attach
 from gckernels.sync.frontends.budget import within_budget
 from gckernels.sync.programs import ALLREDUCE, ALLTOALL
 from models import SMALL_BUCKETS
@@ -86,7 +86,7 @@ def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
         ]
         assert plans[0] == plans[1] == plans[2]
         ways: list[Any] = [attach(model, plan) for model, plan in zip(models, plans, strict=False)]
-        ways.append(Synchronizer(modules[2], plans[2], bucket_cap_mb=SMALL_BUCKETS))
+        ways.append(attach(modules[2], plans[2], bucket_cap_mb=SMALL_BUCKETS))
         digests: list[tuple[str, ...]] = []
         for step in range(STEPS):
             for model in (*models, modules[2]):
@@ -143,7 +143,7 @@ def exact(dtype: torch.dtype) -> list[str]:
         module = Waves(dtype=dtype)
         hooked, ours, mixed = DistributedDataParallel(module), copy.deepcopy(module), copy.deepcopy(module)
         launched = plan.with_units(dataclasses.replace(unit, launch=0) for unit in plan.units)
-        ways = attach(hooked, plan), Synchronizer(ours, plan), Synchronizer(mixed, launched)
+        ways = attach(hooked, plan), attach(ours, plan), attach(mixed, launched)
         for step in range(3):
             for model in (plain, hooked, ours, mixed):
                 model.zero_grad()
@@ -173,7 +173,7 @@ def around() -> None:
         each.unused = nn.Parameter(unused if each is module else torch.view_as_real(unused))
     with pytest.warns(UserWarning, match="averaged without compression"):
         ways = [
-            Synchronizer(
+            attach(
                 each,
                 sync.uniform_plan(each, BlockQuant(), exempt=few),
                 find_unused_parameters=True,

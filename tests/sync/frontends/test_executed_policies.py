@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.sync import Attached, Plan, Synchronizer, Topology, attach
+from gckernels.sync import Attached, Plan, Topology, attach
 from gckernels.sync.planner.choice import POLICIES, choose
 from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
@@ -69,7 +69,7 @@ def executed(folder: str, attached: Attached, nbytes_per_s: float, policies: tup
             handle: Any = attach(model, plan)
         else:
             model = module
-            handle = Synchronizer(module, plan)
+            handle = attach(module, plan)
         digests, errors = [], []
         for step in range(STEPS):
             batch = torch.randn(16, 96, generator=torch.Generator().manual_seed(100 * step + rank))

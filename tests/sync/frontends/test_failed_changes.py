@@ -34,7 +34,7 @@ def followed(front: str, before: str) -> None:
     training.train(3)
     groups = len(dist.distributed_c10d._world.pg_map)
     with mock.patch.object(runtime, "build_message", without_room):
-        handle._let_follow(known["8 bits"], fail=failures.append)
+        handle._changes.follow(known["8 bits"], fail=failures.append)
         assert handle.is_changing and not failures
         training.train(1)
         training.check()
@@ -43,7 +43,7 @@ def followed(front: str, before: str) -> None:
     assert len(dist.distributed_c10d._world.pg_map) == groups
     training.train(2)
     training.check()
-    handle._let_follow(known["8 bits"], fail=failures.append)
+    handle._changes.follow(known["8 bits"], fail=failures.append)
     training.train(1)
     assert handle.plan == known["8 bits"] and not handle.is_changing and len(failures) == 1
     training.train(2)
@@ -72,7 +72,7 @@ def changes(front: str) -> str:
     return raised(front)
 
 
-@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("front", ["attach", "module"])
 def test_a_plan_that_one_rank_cannot_build_leaves_all_with_the_plan_from_before(front):
     first, second = values_of(run_ranks(2, changes, front))
     assert first == second == "change_plan: MemoryError: no room (rank 1); the plan from before goes on"

@@ -40,18 +40,18 @@ def test_every_figure_is_documented_twice_and_alike():
 
 def train(compressor: str, with_ddp: bool, steps: int) -> dict[str, Any]:
     module, rank = build("Mlp"), dist.get_rank()
-    handle: sync.Attachment | sync.Synchronizer
+    handle: sync.Attachment
     if with_ddp:
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         handle = sync.attach(model, compressor)
     else:
-        model, handle = module, sync.Synchronizer(module, compressor)
+        model, handle = module, sync.attach(module, compressor)
     before = handle.stats()
     handle.on_step_end(lambda: None)  # without a listener, steps of plain DDP are not counted
     for step in range(steps):
         model(module.batch(step, rank)).backward()
-    handle.decide(Decision(steps, "chosen", "auto", handle.plan.fingerprint(), measured_s=1e-6, none_s=2e-6))
-    handle.note_error(0.5)
+    handle._figures.decide(Decision(steps, "chosen", "auto", handle.plan.fingerprint(), measured_s=1e-6, none_s=2e-6))
+    handle._figures.note_error(0.5)
     result = {"before": before, "after": handle.stats(), "samples": handle.samples, "text": repr(handle)}
     result |= {"sent": handle.sent_nbytes_per_step(), "numel": sum(each.numel() for each in module.parameters())}
     result |= {"decisions": handle.decisions, "traced": handle.recorded_step}
@@ -88,7 +88,7 @@ def test_compression_has_residuals_and_stages():
 def test_a_synchronizer_has_the_same_figures():
     for result in values_of(run_ranks(2, train, "BlockQuant(bits=4)", False, 11)):
         check(result, result["numel"], 11)
-        assert result["text"].startswith("Synchronizer(") and "BlockQuant(bits=4)" in result["text"]
+        assert result["text"].startswith("Attachment(") and "BlockQuant(bits=4)" in result["text"]
 
 
 def test_plain_ddp_sends_everything_and_keeps_nothing():

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.sync.programs import AllGather, AllToAll, Decode, Encode, Place, Program
 from ranks import run_ranks, values_of
 from workloads import digest_of, nccl_group
@@ -30,7 +30,7 @@ def gradients(front: str, program: Program) -> list[tuple[str, str, str]]:
         model = DistributedDataParallel(model, device_ids=[0], process_group=group)
         executed = attach(model, sync.uniform_plan(model, BlockQuant(), program=program))
     else:
-        executed = Synchronizer(
+        executed = attach(
             model,
             sync.uniform_plan(model, BlockQuant(), program=program, world_size=dist.get_world_size(group)),
             process_group=group,
@@ -54,7 +54,7 @@ def gradients(front: str, program: Program) -> list[tuple[str, str, str]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("program", [ON_DEVICE, ON_HOST], ids=["device", "host"])
-@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("front", ["attach", "module"])
 def test_gradients_are_the_means_when_backward_returns(front, program):
     ranks = values_of(run_ranks(2, gradients, front, program, timeout_s=300.0, fresh=True))
     assert ranks[0] == ranks[1]
@@ -90,7 +90,7 @@ def gradients_of_batches(front: str, device: torch.device) -> list[str]:
             executed = attach(model, sync.uniform_plan(model, compressor))
         else:
             plan = sync.uniform_plan(model, compressor, world_size=dist.get_world_size(group))
-            executed = Synchronizer(model, plan, process_group=group)
+            executed = attach(model, plan, process_group=group)
         assert {unit.compressor for unit in executed.plan.units} == {compressor}
         for _ in range(3):
             model.zero_grad()
@@ -107,14 +107,12 @@ CPU = torch.device("cpu")
 
 
 def test_the_synchronizer_gives_the_gradients_of_the_hook():
-    hook, synchronizer = (
-        values_of(run_ranks(2, gradients_of_batches, front, CPU)) for front in ("attach", "Synchronizer")
-    )
+    hook, synchronizer = (values_of(run_ranks(2, gradients_of_batches, front, CPU)) for front in ("attach", "module"))
     assert hook == synchronizer and len({*hook[0]}) == len(hook[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("front", ["attach", "Synchronizer"])
+@pytest.mark.parametrize("front", ["attach", "module"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_device_gives_the_gradients_of_the_cpu(world_size, front):
     found = run_ranks(world_size, gradients_of_batches, front, torch.device("cuda", 0), timeout_s=300.0, fresh=True)
@@ -129,7 +127,7 @@ def backwards_that_do_not_wait() -> list[float]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
     settings = {"grad_scaler": scaler, "find_unused_parameters": True, "process_group": group}
-    synchronizer = Synchronizer(model, sync.uniform_plan(model, EFSignSGD(), program=ON_DEVICE), **settings)
+    synchronizer = attach(model, sync.uniform_plan(model, EFSignSGD(), program=ON_DEVICE), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     scales = []
     for step in range(8):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_models import trained, wrapped
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity, sync
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.sync.programs import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE
 from leftovers import lanes, silent
 from models import build
@@ -66,7 +66,7 @@ def closed_at_once() -> None:
     """No rank closes connections that another one is still opening."""
     module = build("Mlp")
     for _ in range(15):
-        Synchronizer(module, Identity()).close()
+        attach(module, Identity()).close()
 
 
 def test_close_at_once():
@@ -80,14 +80,14 @@ def after_the_group(folder: Path) -> list[str]:
     for by_hook, closes in itertools.product((True, False), (True, False)):
         first, second = (build("Mlp") for _ in range(2))
         model = DistributedDataParallel(first) if by_hook else first
-        front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        front = attach(model, BlockQuant())
         _backward(model, first, range(3))
         store = dist.FileStore(str(folder / f"{by_hook}-{closes}"), 2)
         rank, gone = dist.get_rank(), weakref.ref(front)
         with silent():
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-            again = Synchronizer(second, BlockQuant())
+            again = attach(second, BlockQuant())
             digests.append(_backward(second, second, range(3)))
             if closes:
                 front.close()
@@ -117,15 +117,15 @@ def test_what_outlives_the_process_groups(tmp_path):
 def without_a_handle(folder: Path) -> list[str]:
     """Synchronise a model again on new process groups, when nobody can close what it has kept of the destroyed ones."""
     digests, module = [], build("Mlp")
-    Synchronizer(module, BlockQuant())
+    attach(module, BlockQuant())
     for life in range(2):
         store, rank = dist.FileStore(str(folder / str(life)), 2), dist.get_rank()
         with silent():
             dist.destroy_process_group()
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-            last = Synchronizer(module, BlockQuant())
+            last = attach(module, BlockQuant())
             with pytest.raises(ValueError, match=r"close\(\) that first"):
-                Synchronizer(module, BlockQuant())
+                attach(module, BlockQuant())
             module.zero_grad()
             digests.append(_backward(module, module, range(3)))
     last.close()
@@ -142,7 +142,7 @@ def trained_after_the_group() -> list[str]:
     """Process groups that somebody still holds keep working after ``destroy_process_group``: ours do, as DDP's do."""
     digests = []
     models = [wrapped(), wrapped(), build("Mlp")]
-    ways = [attach(models[0], Identity()), Synchronizer(models[2], Identity())]
+    ways = [attach(models[0], Identity()), attach(models[2], Identity())]
     with silent():
         rank = dist.get_rank()
         dist.destroy_process_group()

@@ -62,7 +62,7 @@ def thawed(kind: str) -> None:
     layers = {index: module.layers[index] for index in (0, 2, 4)}
     for each in (module, plain):
         each.layers[0].requires_grad_(False)
-    synchronizer = sync.Synchronizer(module, plan_of(kind, module))
+    synchronizer = sync.attach(module, plan_of(kind, module))
     sent = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -92,7 +92,7 @@ def in_turn() -> None:
     module = build("Mlp")
     plan = sync.uniform_plan(module, "EFSignSGD", exempt=None)
     module.layers[0].requires_grad_(False)
-    synchronizer = sync.Synchronizer(module, plan, memory_budget_mb=1)
+    synchronizer = sync.attach(module, plan, memory_budget_mb=1)
     numel = {index: sum(each.numel() for each in module.layers[index].parameters()) for index in (0, 2, 4)}
     with mock.patch.object(Runtime, "messages", autospec=True, side_effect=Runtime.messages) as build_messages:
         for step in range(8):
@@ -105,7 +105,7 @@ def in_turn() -> None:
     assert synchronizer.residual_nbytes() == 4 * (numel[2] + numel[4])
     states = synchronizer.state_dict()
     again = build("Mlp")
-    resumed = sync.Synchronizer(again, plan)
+    resumed = sync.attach(again, plan)
     resumed.load_state_dict(states)
     assert resumed.residual_nbytes() == synchronizer.residual_nbytes()
     assert gradients_of_step(again, 8) == gradients_of_step(module.requires_grad_(True), 8)
@@ -121,7 +121,7 @@ def frozen_on_one_rank() -> str:
     module = build("Mlp")
     module.layers[2].requires_grad_(dist.get_rank() == 0)
     with pytest.raises(RuntimeError) as caught:
-        sync.Synchronizer(module, "BlockQuant")
+        sync.attach(module, "BlockQuant")
     return str(caught.value)
 
 
@@ -132,7 +132,7 @@ def test_ranks_with_other_frozen_parameters_are_refused():
 
 def frozen_too_late() -> None:
     module = build("Mlp")
-    sync.Synchronizer(module, "BlockQuant")
+    sync.attach(module, "BlockQuant")
     loss = module(Mlp.batch(0, dist.get_rank()))
     module.layers[4].requires_grad_(False)
     with pytest.raises(
@@ -206,7 +206,7 @@ def changed() -> dict[str, str]:
     found = {}
     for name, (change, _) in CHANGES.items():
         module, plain = Wide(), Wide()
-        sync.Synchronizer(module, "BlockQuant")
+        sync.attach(module, "BlockQuant")
         for step in range(2):
             gradients_of_step(module, step)
         with warnings.catch_warnings():
@@ -220,7 +220,7 @@ def changed() -> dict[str, str]:
             found[name] = "no error"
         except RuntimeError as error:
             found[name] = str(error)
-        again = sync.Synchronizer(module, Identity())
+        again = sync.attach(module, Identity())
         for step in range(3):
             plain.load_state_dict(module.state_dict())
             assert gradients_of_step(module, step) == gradients_of_step(plain, step, averages=True), name
@@ -232,8 +232,8 @@ def changed() -> dict[str, str]:
 def test_parameters_that_were_not_there_are_named():
     for found in values_of(run_ranks(2, changed)):
         for name, (_, expected) in CHANGES.items():
-            assert "got parameters since Synchronizer was constructed" in found[name], name
-            assert expected in found[name] and "construct Synchronizer again" in found[name], name
+            assert "got parameters since it was attached" in found[name], name
+            assert expected in found[name] and "attach to it again" in found[name], name
 
 
 def removed() -> None:
@@ -241,7 +241,7 @@ def removed() -> None:
     for keeps in (False, True):
         module = Wide()
         add(module)
-        synchronizer = sync.Synchronizer(module, "EFSignSGD")
+        synchronizer = sync.attach(module, "EFSignSGD")
         for step in range(2):
             gradients_of_step(module, step)
         kept = module.extra if keeps else None
@@ -269,7 +269,7 @@ def test_parameters_that_are_removed_are_not_waited_for():
 def converted() -> None:
     """A training with another dtype is refused on all ranks, and goes on when the model is as it was."""
     module = build("Mlp")
-    sync.Synchronizer(module, "BlockQuant")
+    sync.attach(module, "BlockQuant")
     gradients_of_step(module, 0)
     module.double()
     with pytest.raises(RuntimeError) as caught:
@@ -279,7 +279,7 @@ def converted() -> None:
     module.float()
     gradients_of_step(module, 1)
     module.double()
-    again = sync.Synchronizer(module, Identity())
+    again = sync.attach(module, Identity())
     module(Mlp.batch(2, dist.get_rank(), torch.float64)).backward()
     again.close()
 

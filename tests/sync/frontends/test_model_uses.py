@@ -46,9 +46,9 @@ def loss_of(module: nn.Module) -> torch.Tensor:
 
 # -------------------------------------------------------------------- comparison with plain averages
 
-FRONTS = ("Synchronizer", "attach", "attach to views")
+FRONTS = ("module", "attach", "attach to views")
 NOT_UNDER = {
-    "Synchronizer": set[str](),
+    "module": set[str](),
     "attach": {*model_uses.BREAKS_DDP, "normed"},
     "attach to views": {*model_uses.BREAKS_VIEWS, "normed"},
 }
@@ -73,10 +73,10 @@ def trained(use: str, front: str | None) -> list[str]:
     """
     module, handle = Net(), None
     model: nn.Module = module
-    if front is not None and front != "Synchronizer":
+    if front is not None and front != "module":
         model = DistributedDataParallel(module, gradient_as_bucket_view=front == "attach to views")
     if front is not None:
-        start = sync.Synchronizer if model is module else sync.attach
+        start = sync.attach
         handle = start(model, sync.uniform_plan(model, Identity(), program=ALLGATHER))
     digests = []
     for step in range(6):

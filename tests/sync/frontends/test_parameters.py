@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity, sync
-from gckernels.sync import Plan, Synchronizer, UnitPlan, attach, record_timeline
+from gckernels.sync import Attachment, Plan, UnitPlan, attach, record_timeline
 from gckernels.sync.plans.parameters import differentiable, plain_name
 from gckernels.sync.programs import ALLREDUCE
 from models import build
@@ -99,7 +99,7 @@ def named(folder: Path) -> list[tuple[str, ...]]:
         module = build("Mlp")
         model = changed(module, how)
         model = DistributedDataParallel(model) if by_hook else model
-        front = attach(model, BlockQuant()) if by_hook else Synchronizer(model, BlockQuant())
+        front = attach(model, BlockQuant())
         if state is not None:  # continue after the first step of the first front end
             front.load_state_dict(state)
         digests = []
@@ -153,7 +153,7 @@ def with_integers() -> list[str]:
     for what in (BlockQuant(), plan):
         for by_hook in (True, False):
             model = DistributedDataParallel(module) if by_hook else module
-            front = attach(model, what) if by_hook else Synchronizer(model, what)
+            front = attach(model, what)
             assert module.number.tolist() == [0, 1, 2]
             for step in range(2):
                 module.zero_grad()
@@ -207,9 +207,9 @@ def _first_layer(sharded: bool) -> nn.Module:
     return module
 
 
-def _hybrid() -> Synchronizer:
+def _hybrid() -> Attachment:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    return Synchronizer(_fsdp(mesh), BlockQuant(), process_group=mesh.get_group("replicate"))
+    return attach(_fsdp(mesh), BlockQuant(), process_group=mesh.get_group("replicate"))
 
 
 def _in_backward(front: Callable[[nn.Module], Any]) -> None:
@@ -224,7 +224,7 @@ def _under_ddp(model: nn.Module) -> nn.Module:
 
 
 def _under_a_synchronizer(model: nn.Module) -> nn.Module:
-    _KEPT.append(Synchronizer(model, BlockQuant()))
+    _KEPT.append(attach(model, BlockQuant()))
     return model
 
 
@@ -232,41 +232,41 @@ _KEPT: list[Any] = []
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "FSDP2": (
-        lambda: Synchronizer(_fsdp(init_device_mesh("cpu", (2,))), BlockQuant()),
-        "TypeError: Synchronizer: the model is not supported, it is sharded by FSDP",
+        lambda: attach(_fsdp(init_device_mesh("cpu", (2,))), BlockQuant()),
+        "TypeError: attach: the model is not supported, it is sharded by FSDP",
     ),
-    "FSDP2 with replicas": (_hybrid, "TypeError: Synchronizer: the model is not supported, it is sharded by FSDP"),
+    "FSDP2 with replicas": (_hybrid, "TypeError: attach: the model is not supported, it is sharded by FSDP"),
     "FSDP2 to attach": (
         lambda: attach(_fsdp(init_device_mesh("cpu", (2,))), BlockQuant()),
         "TypeError: attach: the model is not supported, it is sharded by FSDP",
     ),
     "a part with FSDP2": (
-        lambda: Synchronizer(_first_layer(True), BlockQuant()),
-        "TypeError: Synchronizer: the model is not supported, its module 0 is sharded by FSDP",
+        lambda: attach(_first_layer(True), BlockQuant()),
+        "TypeError: attach: the model is not supported, its module 0 is sharded by FSDP",
     ),
     "a DTensor": (
-        lambda: Synchronizer(_first_layer(False), BlockQuant()),
-        "TypeError: Synchronizer: parameter 0.weight is a DTensor",
+        lambda: attach(_first_layer(False), BlockQuant()),
+        "TypeError: attach: parameter 0.weight is a DTensor",
     ),
     "no values": (
-        lambda: Synchronizer(linear(device="meta"), BlockQuant()),
-        "ValueError: Synchronizer: parameter 0.weight is on the device meta and has no values",
+        lambda: attach(linear(device="meta"), BlockQuant()),
+        "ValueError: attach: parameter 0.weight is on the device meta and has no values",
     ),
     "no values to attach": (
         lambda: attach(DistributedDataParallel(linear(device="meta"), init_sync=False), BlockQuant()),
         "ValueError: attach: parameter 0.weight is on the device meta and has no values",
     ),
     "no shape": (
-        lambda: Synchronizer(nn.LazyLinear(3), BlockQuant()),
-        "ValueError: Synchronizer: parameter weight has no shape yet",
+        lambda: attach(nn.LazyLinear(3), BlockQuant()),
+        "ValueError: attach: parameter weight has no shape yet",
     ),
     "only integers": (
-        lambda: Synchronizer(nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.int8), False)]), BlockQuant()),
-        "ValueError: Synchronizer: model has no parameters that can have a gradient",
+        lambda: attach(nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.int8), False)]), BlockQuant()),
+        "ValueError: attach: model has no parameters that can have a gradient",
     ),
     "a sparse embedding": (
-        lambda: Synchronizer(nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True)), BlockQuant()),
-        "ValueError: Synchronizer: parameter 0.weight has a sparse gradient",
+        lambda: attach(nn.Sequential(nn.EmbeddingBag(5, 3, sparse=True)), BlockQuant()),
+        "ValueError: attach: parameter 0.weight has a sparse gradient",
     ),
     "a sparse gradient": (
         lambda: _in_backward(_under_a_synchronizer),
@@ -293,7 +293,7 @@ def refused() -> dict[str, str]:
     while _KEPT:
         _KEPT.pop().close()
     frozen = nn.Sequential(nn.Embedding(5, 3, sparse=True).requires_grad_(False), nn.Linear(3, 2))
-    synchronizer = Synchronizer(frozen, BlockQuant())
+    synchronizer = attach(frozen, BlockQuant())
     frozen(torch.tensor([1, 2])).sum().backward()  # a frozen table has no gradient, so it has no sparse one
     synchronizer.close()
     return found

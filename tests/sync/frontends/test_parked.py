@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, sync
-from gckernels.sync import Synchronizer, Topology, UnitPlan, attach
+from gckernels.sync import Topology, UnitPlan, attach
 from gckernels.sync.frontends.changes import _USED_WITHIN
 from gckernels.sync.plans.strides import in_memory, in_reals
 from gckernels.sync.programs import ALLGATHER
@@ -22,7 +22,7 @@ from gckernels.sync.states.unsent import unsent_by_parameter
 from ranks import run_ranks, values_of
 from workloads import mass_of, summed
 
-FRONTS = ("attach", "Synchronizer")
+FRONTS = ("attach", "module")
 LONG = _USED_WITHIN + 2
 """Steps after which what is left of unused parameters is parked."""
 
@@ -69,7 +69,7 @@ class Training:
             self.model = DistributedDataParallel(self.module, bucket_cap_mb=1e-4, find_unused_parameters=True)
             self.handle: Any = attach(self.model, self.plan(plan), **settings)
         else:
-            self.handle = Synchronizer(
+            self.handle = attach(
                 self.module, self.plan(plan), bucket_cap_mb=1e-4, find_unused_parameters=True, **settings
             )
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.0)
@@ -236,9 +236,9 @@ def not_counted(front: str, scales: bool) -> None:
     ("front", "scales"),
     [
         ("attach", True),
-        ("Synchronizer", False),
+        ("module", False),
         pytest.param("attach", False, marks=pytest.mark.slow),
-        pytest.param("Synchronizer", True, marks=pytest.mark.slow),
+        pytest.param("module", True, marks=pytest.mark.slow),
     ],
 )
 def test_steps_that_do_not_count_send_nothing_of_it(front, scales):
@@ -302,11 +302,11 @@ def loaded(front: str, folder: str, kind: str, missing: dict[str, torch.Tensor])
 @pytest.mark.parametrize(
     ("fronts", "kind", "ranks"),
     [
-        (("attach", "Synchronizer"), "own", 2),
-        (("Synchronizer", "attach"), "dcp", 3),
+        (("attach", "module"), "own", 2),
+        (("module", "attach"), "dcp", 3),
         pytest.param(("attach", "attach"), "dcp", 2, marks=pytest.mark.slow),
-        pytest.param(("attach", "Synchronizer"), "list", 3, marks=pytest.mark.slow),
-        pytest.param(("Synchronizer", "attach"), "list", 2, marks=pytest.mark.slow),
+        pytest.param(("attach", "module"), "list", 3, marks=pytest.mark.slow),
+        pytest.param(("module", "attach"), "list", 2, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_parked_is_a_part_of_checkpoints(fronts, kind, ranks, tmp_path):
@@ -332,5 +332,5 @@ def damaged(front: str) -> list[str]:
 
 
 def test_damaged_parts_are_refused():
-    for texts in values_of(run_ranks(2, damaged, "Synchronizer")):
+    for texts in values_of(run_ranks(2, damaged, "module")):
         assert all("parked" in text for text in texts)

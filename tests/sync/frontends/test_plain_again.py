@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from gckernels.sync.frontends.ddp import reducer
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE
 from models import SMALL_BUCKETS, build
@@ -91,7 +91,7 @@ def there_and_back(mode: str) -> None:
     train(2)
     # it averages again, so nobody else may
     with pytest.raises(ValueError, match="averaged by a DistributedDataParallel model"):
-        Synchronizer(ours.ddp_model.module, BlockQuant())
+        attach(ours.ddp_model.module, BlockQuant())
 
 
 @pytest.mark.parametrize("mode", MODES)

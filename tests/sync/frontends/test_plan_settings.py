@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import Attached, Plan, Prediction, Synchronizer, Topology, attach
+from gckernels.sync import Attached, Plan, Prediction, Topology, attach
 from gckernels.sync.plans.prediction import Source
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -71,9 +71,9 @@ def refused() -> list[str]:
     for take, target, wrong, settings in (
         (attach, model, dataclasses.replace(with_launches, attached=None), {}),
         (attach, model, dataclasses.replace(plan, attached=Attached.SYNCHRONIZER), {}),
-        (Synchronizer, other, for_ddp, {}),
-        (Synchronizer, other, with_launches, {"bucket_cap_mb": 25}),
-        (Synchronizer, other, Plan(plan.units[1:]), {}),
+        (attach, other, for_ddp, {}),
+        (attach, other, with_launches, {"bucket_cap_mb": 25}),
+        (attach, other, Plan(plan.units[1:]), {}),
         (attach, model, Plan(plan.units, Topology(4)), {"strict": False}),
     ):
         with pytest.raises(ValueError) as caught:
@@ -81,7 +81,7 @@ def refused() -> list[str]:
             pytest.fail(f"{take} {wrong} {settings}")
         found.append(str(caught.value))
     attachment = attach(model, with_launches.attached_by(Attached.DDP))
-    synchronizer = Synchronizer(other, for_ddp.attached_by(Attached.SYNCHRONIZER))
+    synchronizer = attach(other, for_ddp.attached_by(Attached.SYNCHRONIZER))
     for each in (model, other):
         for step in range(2):
             each(module.batch(step, dist.get_rank())).backward()
@@ -94,12 +94,12 @@ def refused() -> list[str]:
 def test_a_plan_for_something_else_is_refused_with_what_to_do():
     for texts in values_of(run_ranks(2, refused)):
         launches, for_synchronizer, for_ddp, size, names, ranks, trains = texts
-        assert launches.startswith("attach: the plan is for Synchronizer: its units have launches")
+        assert launches.startswith("attach: the plan is for bare modules: its units have launches")
         assert "gckernels plan --attached ddp, or pass plan.attached_by(sync.Attached.DDP)" in launches
-        assert for_synchronizer.startswith("attach: the plan is for Synchronizer: it says so (attached)")
-        assert for_ddp.startswith("Synchronizer: the plan is for attach: it says so (attached)")
+        assert for_synchronizer.startswith("attach: the plan is for bare modules: it says so (attached)")
+        assert for_ddp.startswith("attach: the plan is for DistributedDataParallel models: it says so (attached)")
         assert "plan.attached_by(sync.Attached.SYNCHRONIZER)" in for_ddp
-        assert size == "Synchronizer: bucket_cap_mb must be None for a plan with launches, got 25"
+        assert size == "attach: bucket_cap_mb must be None for a plan with launches, got 25"
         assert names.startswith(
             "plan does not fit the model:\n  layers.0.weight: not in the plan\nmake a plan for this"
         )
@@ -123,7 +123,7 @@ def begun(planned: int, given: int) -> list[list[bool]]:
     )
     module, other = build("Mlp"), build("Mlp")
     model = DistributedDataParallel(module)
-    handles = [attach(model, plan, start_step=given), Synchronizer(other, plan, start_step=given)]
+    handles = [attach(model, plan, start_step=given), attach(other, plan, start_step=given)]
     found: list[list[bool]] = [[], []]
     for step in range(STEPS):
         for each, handle, compressed in zip((model, other), handles, found, strict=True):
@@ -146,7 +146,7 @@ def resumed() -> tuple[list[str], list[str], list[dict[str, Any]]]:
     module = build("Mlp")
     plan = sync.uniform_plan(module, EFSignSGD(), exempt=None)
     first = dataclasses.replace(launched(plan, "each"), prediction=PREDICTION)
-    synchronizer = Synchronizer(module, first)
+    synchronizer = attach(module, first)
     found: list[list[str]] = [[], []]
     for step in range(2 * STEPS):
         if step == STEPS:
@@ -154,7 +154,7 @@ def resumed() -> tuple[list[str], list[str], list[dict[str, Any]]]:
             plans = [state["plan"], _version_1(state["plan"])]
             state["plan"] = plans[1]
             other = copy.deepcopy(module)
-            second = Synchronizer(other, launched(plan, "messages"), memory_budget_mb=100)
+            second = attach(other, launched(plan, "messages"), memory_budget_mb=100)
             second.load_state_dict(state)
         for each, digests in zip((module, other) if step >= STEPS else (module,), found, strict=False):
             each.zero_grad()
@@ -192,7 +192,7 @@ def scaled() -> list[tuple[list[str], float]]:
     for plan in (whole, launched(whole, "backwards"), launched(whole, "messages")):
         module = build("Mlp")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        synchronizer = Synchronizer(module, plan, grad_scaler=scaler)
+        synchronizer = attach(module, plan, grad_scaler=scaler)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         digests = []
         for step in range(2 * STEPS):
@@ -218,8 +218,8 @@ def without_memory() -> bool:
     module, other = build("Mlp"), build("Mlp")
     plan = launched(sync.uniform_plan(module, BlockQuant(), exempt=None), "messages")
     with pytest.warns(UserWarning, match="averaged without compression"):
-        synchronizer = Synchronizer(module, plan, memory_budget_mb=0)
-    exact = Synchronizer(other, Identity())
+        synchronizer = attach(module, plan, memory_budget_mb=0)
+    exact = attach(other, Identity())
     for step in range(2):
         for each in (module, other):
             each.zero_grad()

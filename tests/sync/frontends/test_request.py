@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels import BlockQuant, Cast16, PowerSGD, sync
 from gckernels.compressor import Compressor
-from gckernels.sync import Plan, PlanError, Synchronizer, Topology, attach
+from gckernels.sync import Plan, PlanError, Topology, attach
 from gckernels.sync.programs import ALLTOALL, HIERARCHICAL, PROGRAMS
 from models import build
 from ranks import run_ranks, values_of
@@ -162,27 +162,27 @@ def test_a_ddp_model_is_planned_with_what_it_averages_among_its_ranks():
 
 
 def both_ways(method: Compressor) -> list[Plan]:
-    """The plans of an attachment and of a synchronizer: from texts, from objects, and from the compressor alone."""
+    """The plans of attachments: from texts, from objects, and from the compressor alone."""
     plans = []
     text = str(method)
     rule = lambda name, parameter: name == "layers.0.bias"
-    for front in (attach, Synchronizer):
+    for wrapped in (True, False):
         module = build("Mlp")
-        model = DistributedDataParallel(module) if front is attach else module
+        model = DistributedDataParallel(module) if wrapped else module
         requests = [
             sync.uniform_plan(model, text, program="AllToAll", exempt=["layers.0.bias"], topology=(2, 1)),
             sync.uniform_plan(model, method, program=ALLTOALL, exempt=rule, topology=Topology(2)),
         ]
         for request in (*requests, sync.uniform_plan(model, text), text, method):
-            model = DistributedDataParallel(module) if front is attach else module
-            taken = front(model, request)
+            model = DistributedDataParallel(module) if wrapped else module
+            taken = attach(model, request)
             plans.append(taken.plan)
             taken.close()
     return plans
 
 
 @pytest.mark.parametrize("method", [BlockQuant(bits=4), Cast16()], ids=str)
-def test_attach_and_synchronizer_take_plans_compressors_and_specs(method):
+def test_attach_takes_plans_compressors_and_specs(method):
     for plans in values_of(run_ranks(2, both_ways, method)):
         assert plans[:5] == plans[5:]
         assert plans[0] == plans[1] != plans[2] == plans[3] == plans[4]
@@ -199,10 +199,10 @@ def nothing_compressed() -> list[list[str]]:
         (nn.Linear(3, 3).double(), gckernels.Identity()),
         (nn.Linear(3, 3), Cast16()),
     ):
-        for front in (attach, Synchronizer):
+        for wrapped in (True, False):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                front(DistributedDataParallel(module) if front is attach else module, method).close()
+                attach(DistributedDataParallel(module) if wrapped else module, method).close()
             found.append([str(each.message) for each in caught if "compresses nothing" in str(each.message)])
     return found
 

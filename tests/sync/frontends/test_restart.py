@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD
-from gckernels.sync import Synchronizer, attach
+from gckernels.sync import attach
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
@@ -45,7 +45,7 @@ def job(front: str, folder: str, is_killed: bool) -> str:
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         attachment: Any = attach(model, EFSignSGD())
     else:
-        attachment = Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS)
+        attachment = attach(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
     parts = {"model": module, "optimizer": optimizer, "attachment": attachment}
     file, first = Path(folder, f"rank{rank}.pt"), 0
@@ -86,7 +86,7 @@ def under_torchrun(front: str, folder: Path) -> list[list[str]]:
 
 # Slow, for five processes import torch; test_checkpoints.py and test_dcp.py restore both front ends in new processes.
 @pytest.mark.slow
-@pytest.mark.parametrize("front", ["hook", "synchronizer"])
+@pytest.mark.parametrize("front", ["hook", "module"])
 def test_a_killed_rank_is_started_again_and_goes_on_with_the_same_bits(front, tmp_path):
     (tmp_path / "undisturbed").mkdir()
     undisturbed = values_of(run_ranks(2, job, front, str(tmp_path / "undisturbed"), False))

@@ -43,7 +43,7 @@ def crowded() -> list[str]:
     training.train(3)
     rooms = [Room(0, 50, 100), Room(60 if dist.get_rank() else 10, 50, 100)]
     with mock.patch.object(changes.Room, "of", lambda _: rooms.pop(0)):
-        handle._let_follow(plans(training.model, (2, 1))["signs"], fail=failures.append)
+        handle._changes.follow(plans(training.model, (2, 1))["signs"], fail=failures.append)
         training.train(1)
     assert not rooms and not handle.is_changing
     training.train(2)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gckernels import EFSignSGD, Identity, sync
-from gckernels.sync import Attached, Synchronizer, attach
+from gckernels.sync import Attached, attach
 from gckernels.sync.frontends.ddp import step_ends
 from gckernels.sync.programs import ALLREDUCE
 from models import SMALL_BUCKETS, Halves, Mlp, build
@@ -69,9 +69,10 @@ def in_ddp(mode: str, compresses: bool) -> None:
     assert not ddp_model._forward_hooks
     ddp_model(ddp_model.module.batch(6, rank)).backward()
     assert heard.times == 5
-    assert attachment.attached is Attached.DDP and not attachment.is_changing
+    assert attachment._frontend.kind is Attached.DDP and not attachment.is_changing
     assert attachment.parameters() == dict(ddp_model.module.named_parameters())
-    assert attachment.group == ddp_model.process_group and attachment.device == torch.device("cpu")
+    frontend = attachment._frontend
+    assert frontend.group == ddp_model.process_group and frontend.device == torch.device("cpu")
     attachment.close()
 
 
@@ -215,7 +216,7 @@ def test_steps_end_once_without_the_private_check_of_torch():
 
 def in_synchronizer(name: str, unused: bool) -> None:
     module = build(name)
-    synchronizer = Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
+    synchronizer = attach(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
     heard = Heard(module)
     synchronizer.on_step_end(heard)
     for step in range(3):
@@ -225,7 +226,7 @@ def in_synchronizer(name: str, unused: bool) -> None:
         module(module.batch(step, dist.get_rank())).backward()
         assert heard.times == step + 1
         module.zero_grad()
-    assert synchronizer.attached is Attached.SYNCHRONIZER
+    assert synchronizer._frontend.kind is Attached.SYNCHRONIZER
     assert synchronizer.parameters() == dict(module.named_parameters())
     synchronizer.close()
 

@@ -36,8 +36,7 @@ def train(attached: str, compressor: Any, steps_in: str) -> list[str]:
         warnings.simplefilter("always")
         if steps_in == "hooks before":
             hook()
-        make = sync.Synchronizer if attached == "bare" else sync.attach
-        handle = make(model, *(() if compressor is None else (compressor,)))
+        handle = sync.attach(model, *(() if compressor is None else (compressor,)))
         if steps_in == "hooks after":
             hook()
         for step in range(3):

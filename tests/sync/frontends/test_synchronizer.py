@@ -1,4 +1,4 @@
-"""The Synchronizer gives the same gradients as the DDP hook with the same plan, for every model and kind of
+"""A bare module has the same gradients as a DDP model with the same plan, for every model and kind of
 training."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import Plan, PlanError, Synchronizer, UnitPlan, attach
+from gckernels.sync import Plan, PlanError, UnitPlan, attach
 from gckernels.sync.programs import ALLREDUCE, ALLTOALL, PROGRAMS
 from models import Branches, Mlp, build
 from ranks import run_ranks, values_of
@@ -57,7 +57,7 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
             world_size=world_size,
         )
         attachment = attach(hooked, plan, start_step=1)
-        synchronizer = Synchronizer(other, plan, bucket_cap_mb=SMALL, find_unused_parameters=unused)
+        synchronizer = attach(other, plan, bucket_cap_mb=SMALL, find_unused_parameters=unused)
         optimizers = [torch.optim.SGD(each.parameters(), **SGD) for each in (module, other)]
         digests = []
         for step in range(STEPS):
@@ -119,9 +119,9 @@ def checkpointed() -> list[tuple[str, str]]:
     torch.manual_seed(0)
     module = Checkpointed()
     plain = copy.deepcopy(module)
-    synchronizer = Synchronizer(module, EFSignSGD(), bucket_cap_mb=SMALL)
+    synchronizer = attach(module, EFSignSGD(), bucket_cap_mb=SMALL)
     plain.forward = lambda batch: Mlp.forward(plain, batch)
-    other = Synchronizer(plain, EFSignSGD(), bucket_cap_mb=SMALL)
+    other = attach(plain, EFSignSGD(), bucket_cap_mb=SMALL)
     found = []
     for step in range(STEPS):
         for model in (module, plain):
@@ -144,7 +144,7 @@ def trained(change: str) -> tuple[str, str]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(change, torch.float32)
     module = build("Mlp", dtype, seed=rank)  # rank 0's parameters replace the others'
     reference = build("Mlp", dtype)
-    synchronizer = Synchronizer(module, Identity(), bucket_cap_mb=SMALL)
+    synchronizer = attach(module, Identity(), bucket_cap_mb=SMALL)
     assert digest_of(module.parameters()) == digest_of(reference.parameters())
     model = torch.compile(module, backend="eager") if change == "compile" else module
     optimizers = [[torch.optim.SGD(each.parameters(), **SGD)] for each in (module, reference)]
@@ -219,7 +219,7 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
                     units[index], compressor=Identity(), program=ALLREDUCE, feedback=False
                 )
         plan = Plan(tuple(units), channels=2)
-    synchronizer = Synchronizer(module, plan, bucket_cap_mb=SMALL)
+    synchronizer = attach(module, plan, bucket_cap_mb=SMALL)
     digests, worst = [], 0.0
     for step in range(STEPS):
         module.zero_grad()
@@ -260,7 +260,6 @@ def refused() -> list[str]:
     on_rank_1 = dist.get_rank() == 1
     attempts: list[tuple[Any, Any, dict[str, Any]]] = [
         ("model", BlockQuant(), {}),
-        (DistributedDataParallel(build("Mlp")), BlockQuant(), {}),
         (torch.compile(DistributedDataParallel(build("Mlp"))), BlockQuant(), {}),
         (nn.ReLU(), BlockQuant(), {}),
         (_stepping_in_backward(build("Mlp")), BlockQuant(), {}),
@@ -277,11 +276,11 @@ def refused() -> list[str]:
     texts = []
     for model, what, arguments in attempts:
         try:
-            Synchronizer(model, what, **arguments).close()
+            attach(model, what, **arguments).close()
             texts.append("nothing")
         except (TypeError, ValueError, RuntimeError) as error:
             texts.append(f"{type(error).__name__}: {error}")
-    synchronizer = Synchronizer(module, plan)
+    synchronizer = attach(module, plan)
     module(Mlp.batch(0, dist.get_rank())).backward()
     texts.append(digest(module))
     synchronizer.close()
@@ -294,20 +293,19 @@ def test_what_is_refused():
         for text, expected in zip(
             texts,
             [
-                "TypeError: Synchronizer: model must be a torch.nn.Module, got str",
-                "TypeError: Synchronizer: model is wrapped in DistributedDataParallel",
-                "TypeError: Synchronizer: model is wrapped in DistributedDataParallel",
-                "ValueError: Synchronizer: model has no parameters",
-                "ValueError: Synchronizer: parameter layers.0.weight has an optimizer that steps in backward",
-                "TypeError: Synchronizer: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
-                "TypeError: Synchronizer: plan must be a Plan, a compressor such as gckernels.EFSignSGD(), or its spec",
-                "ValueError: Synchronizer: bucket_cap_mb must be None or a number above 0, got 0",
-                "TypeError: Synchronizer: seed must be an int, got float",
-                "ValueError: Synchronizer: start_step must be an int from 0 up, got -1",
+                "TypeError: attach: model must be a torch.nn.Module, got str",
+                "TypeError: attach: model is compiled; attach to the DistributedDataParallel model",
+                "ValueError: attach: model has no parameters",
+                "ValueError: attach: parameter layers.0.weight has an optimizer that steps in backward",
+                "TypeError: attach: plan must be a Plan, an Auto, a compressor such as gckernels.EFSignSGD()",
+                "TypeError: attach: plan must be a Plan, an Auto, a compressor such as gckernels.EFSignSGD()",
+                "ValueError: attach: bucket_cap_mb must be None or a number above 0, got 0",
+                "TypeError: attach: seed must be an int, got float",
+                "ValueError: attach: start_step must be an int from 0 up, got -1",
                 "PlanError: plan does not fit the model:\n  layers.0.weight: not in the plan",
-                "Disagreement: Synchronizer: the ranks do not have the same settings",
-                "Disagreement: Synchronizer: the ranks do not have the same settings",
-                "ValueError: " if rank == 1 else "RuntimeError: Synchronizer: failed on rank 1",
+                "Disagreement: attach: the ranks do not have the same settings",
+                "Disagreement: attach: the ranks do not have the same settings",
+                "ValueError: " if rank == 1 else "RuntimeError: attach: failed on rank 1",
                 found[0][-1],
             ],
             strict=True,
@@ -319,7 +317,7 @@ def unused(find: bool) -> list[str]:
     """Train two steps of a model that leaves a layer unused; return the result of the second, a gradient or an
     error."""
     module = build("Branches")
-    synchronizer = Synchronizer(module, BlockQuant(), find_unused_parameters=find)
+    synchronizer = attach(module, BlockQuant(), find_unused_parameters=find)
     texts = []
     for step in range(2):
         try:
@@ -341,7 +339,7 @@ def reads() -> list[int]:
     """The number of tensors that the host reads in each step of a model whose branches a rank uses in part."""
     module = build("Branches")
     module.never.requires_grad_(False)
-    synchronizer = Synchronizer(module, BlockQuant(), find_unused_parameters=True)
+    synchronizer = attach(module, BlockQuant(), find_unused_parameters=True)
     read, counts = torch.Tensor.tolist, []
     for step in range(5):
         counts.append(0)

@@ -18,7 +18,7 @@ from torch import nn
 
 import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
-from gckernels.sync import Plan, Synchronizer
+from gckernels.sync import Plan, attach
 from gckernels.sync.engine.runtime import Runtime
 from gckernels.sync.programs import PROGRAMS
 from models import SMALL_BUCKETS, build
@@ -31,7 +31,7 @@ SLOW = pytest.mark.slow
 
 def trained(module: nn.Module, plan: Plan, **settings: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
     """The digests of the gradients of each step, and the residuals."""
-    synchronizer = Synchronizer(module, plan, **settings)
+    synchronizer = attach(module, plan, **settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)
     digests = []
     for step in range(STEPS):
@@ -101,7 +101,7 @@ def lost(how: str) -> tuple[str, float]:
     module = build("Mlp")
     alone = copy.deepcopy(module)
     plan = sync.uniform_plan(module, EFSignSGD(), program="allgather", exempt=None).parted(1000)
-    synchronizer = Synchronizer(module, launched(plan, how))
+    synchronizer = attach(module, launched(plan, how))
     totals = [[torch.zeros(parameter.numel()) for parameter in module.parameters()] for _ in range(2)]
     for step in range(STEPS):
         for each, total in zip((module, alone), totals, strict=True):
@@ -154,7 +154,7 @@ def orders(model: str) -> tuple[list[list[tuple[str, ...]]], list[tuple[str, ...
         steps[-1].append(tuple(key for message in messages for key in message.keys))
         return submit(self, messages, *arguments, first=first)
 
-    synchronizer = Synchronizer(module, plan, find_unused_parameters=model == "Branches")
+    synchronizer = attach(module, plan, find_unused_parameters=model == "Branches")
     with mock.patch.object(Runtime, "submit", noted):
         for step in range(STEPS):
             module.zero_grad()
@@ -177,7 +177,7 @@ def traced(path: str) -> None:
     module = build("Mlp")
     plan = launched(sync.uniform_plan(module, BlockQuant(), exempt=None), "messages")
     units = tuple(dataclasses.replace(unit, channel=unit.message % 3) for unit in plan.units)
-    synchronizer = Synchronizer(module, dataclasses.replace(plan, units=units))
+    synchronizer = attach(module, dataclasses.replace(plan, units=units))
     module(module.batch(0, dist.get_rank())).backward()
     with sync.record_timeline(path):
         module.zero_grad()

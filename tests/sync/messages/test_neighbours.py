@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels import sync
-from gckernels.sync import Synchronizer
+from gckernels.sync import attach
 from gckernels.sync.programs import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, Program, ring
 from models import build
 from ranks import run_ranks, values_of
@@ -21,7 +21,7 @@ def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
     found = []
     for bucket_cap_mb in (TOGETHER, ALONE):
         module = build("Mlp")
-        synchronizer = Synchronizer(
+        synchronizer = attach(
             module,
             sync.uniform_plan(module, gckernels.from_spec(spec), program=program),
             bucket_cap_mb=bucket_cap_mb,

@@ -119,7 +119,7 @@ def test_a_plan_that_does_not_fit_is_refused(units, problem):
 
 def test_ddp_refuses_merged_parameters_and_incomplete_buckets():
     trace = trace_of(10, 20, buckets=(("a",),))
-    with pytest.raises(PlanError, match="Synchronizer can: a\\+b"):
+    with pytest.raises(PlanError, match="bare modules can have them: a\\+b"):
         launches_of(Plan((unit("a", 30, also=("b",)),)), trace, Attached.DDP)
     with pytest.raises(PlanError, match="do not have each of its tensors once"):
         launches_of(plan_of(trace), trace, Attached.DDP)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels import sync
 from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.reporting.collecting import collected
+from gckernels.sync.reporting.data import ReportData
 from gckernels.sync.reporting.page import render
 from ranks import run_ranks, values_of
 
@@ -25,6 +26,10 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.ReLU(), torch.nn.Linear(200, 30))
 
 
+def data_of(handle: sync.Attachment, title: str | None = None) -> ReportData:
+    return collected(handle._frontend, handle._figures, handle.residual_nbytes(), title)
+
+
 def attached(compressor):
     model = DistributedDataParallel(network())
     return sync.attach(model, compressor), model
@@ -32,7 +37,7 @@ def attached(compressor):
 
 def synchronized(compressor):
     model = network()
-    return sync.Synchronizer(model, compressor), model
+    return sync.attach(model, compressor), model
 
 
 PLANS = (
@@ -50,7 +55,7 @@ def figures():
     for make, compressor in PLANS:
         handle, model = make(compressor)
         train(handle, model, 12)
-        data = collected(handle, "a title")
+        data = data_of(handle, "a title")
         found.append((compressor, data.sent_nbytes, handle.sent_nbytes_per_step(), data.plain_nbytes))
         steps = 12 if handle.steps else 0  # DDP without a hook does not count its steps
         assert (data.model, data.ranks, data.rank, data.step) == ("a title", 2, dist.get_rank(), steps)
@@ -70,7 +75,7 @@ def test_bytes_are_those_that_were_sent():
 def written(folder):
     handle, model = attached("EFSignSGD")
     train(handle, model, 3)
-    handle.trace_next_step()
+    handle.record_next_step()
     train(handle, model, 1)
     path = f"{folder}/{dist.get_rank()}.html"
     if dist.get_rank() == 1:  # alone
@@ -81,7 +86,7 @@ def written(folder):
     handle.close()
     if dist.get_rank() == 0:  # a closed one still knows what it did
         handle.report(path)
-    return collected(handle).traced is not None
+    return data_of(handle).traced is not None
 
 
 def test_any_rank_writes_its_page_alone(tmp_path):
@@ -95,7 +100,7 @@ def test_any_rank_writes_its_page_alone(tmp_path):
 def alone():
     handle, model = attached("EFSignSGD")
     train(handle, model, 2)
-    data = collected(handle)
+    data = data_of(handle)
     return render(data), data.sent_nbytes, data.plain_nbytes
 
 
@@ -110,7 +115,7 @@ def named():
     source = Source("Network", "1234")
     prediction = Prediction(0.1, 0.2, "auto", False, 0.05, source, source, 0.5)
     predicted = sync.Plan(plan.units, plan.topology, plan.channels, plan.attached, plan.start_step, prediction)
-    return collected(sync.attach(model, predicted)).model
+    return data_of(sync.attach(model, predicted)).model
 
 
 def test_trainings_have_the_name_of_their_model():

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, sync
-from gckernels.sync import Synchronizer, Topology, attach
+from gckernels.sync import Topology, attach
 from gckernels.sync.communication import groups
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.programs import ALLTOALL, HIERARCHICAL
@@ -41,7 +41,7 @@ def attached_and_closed() -> list[set[str]]:
             closes = attach(wrapped, sync.uniform_plan(wrapped, BlockQuant(), program=program, topology=topology))
         else:
             wrapped = module
-            closes = Synchronizer(
+            closes = attach(
                 module,
                 sync.uniform_plan(
                     module, BlockQuant(), program=program, topology=topology, world_size=dist.get_world_size(group)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gckernels import BlockQuant, TopK, sync
-from gckernels.sync import Synchronizer, Topology, UnitPlan
+from gckernels.sync import Topology, UnitPlan, attach
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
@@ -219,7 +219,7 @@ def trained(on_host: bool) -> tuple[str, float, float]:
     program = placed(ALLTOALL, Place.HOST if on_host else Place.DEVICE)
     apart = mock.patch.object(Places, "of", staticmethod(lambda device: Places(device, HOST, apart=on_host)))
     with apart:
-        synchronizer = Synchronizer(model, sync.uniform_plan(model, TopK(ratio=0.1), program=program))
+        synchronizer = attach(model, sync.uniform_plan(model, TopK(ratio=0.1), program=program))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
         for _ in range(4):

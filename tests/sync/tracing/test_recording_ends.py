@@ -127,7 +127,7 @@ def refused():
     attempt(model, steps=3 + dist.get_rank())
     with sync.trace_model(model):
         attempt(model)
-        with pytest.raises((ValueError, RuntimeError), match="attach: ddp_model is being traced"):
+        with pytest.raises((ValueError, RuntimeError), match="attach: model is being traced"):
             sync.attach(model, "BlockQuant")
     attachment = sync.attach(model, "BlockQuant")
     attempt(model)

@@ -46,7 +46,7 @@ def trained(front: str, part: str, where: int, is_tuned: bool) -> Any:
         model, handle = tuned_handle(front, module)
         handles.append(handle)
         if not is_tuned:
-            handle._end_tuning()
+            handle._tuning.close()
         broken = is_tuned and dist.get_rank() == where
         with mock.patch.object(runtime, part, PARTS[part] if broken else getattr(runtime, part)):
             digests, policies = [], []
@@ -70,9 +70,9 @@ def with_and_without(front: str, part: str, where: int) -> Any:
     ("front", "part", "where"),
     [
         ("ddp", "build_message", 1),
-        ("synchronizer", "build_message", 0),
+        ("module", "build_message", 0),
         ("ddp", "DeviceLanes", 1),
-        pytest.param("synchronizer", "compile_host", 1, marks=pytest.mark.slow),
+        pytest.param("module", "compile_host", 1, marks=pytest.mark.slow),
         pytest.param("ddp", "compile_host", 0, marks=pytest.mark.slow),
     ],
 )
@@ -120,8 +120,8 @@ def one_of_two(front: str, trouble: str) -> Any:
     ("front", "trouble"),
     [
         ("ddp", "room"),
-        ("synchronizer", "arithmetic"),
-        pytest.param("synchronizer", "room", marks=pytest.mark.slow),
+        ("module", "arithmetic"),
+        pytest.param("module", "room", marks=pytest.mark.slow),
         pytest.param("ddp", "arithmetic", marks=pytest.mark.slow),
     ],
 )

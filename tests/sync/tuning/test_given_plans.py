@@ -34,7 +34,7 @@ def given(front, at_step):
         seen = train(model, module, range(at_step, at_step + 3), lambda _: policy_of(handle))
         seen += train(model, module, range(at_step + 3, STEPS + 5), lambda _: policy_of(handle))
     texts = [each.text for each in handle.decisions]
-    listeners = handle._listeners
+    listeners = handle._listeners.functions
     handle.close()
     return seen, texts, len(listeners), errors
 
@@ -43,9 +43,9 @@ def given(front, at_step):
     ("front", "at_step"),
     [
         ("ddp", 25),  # in a trial
-        ("synchronizer", 6),  # while steps are recorded
+        ("module", 6),  # while steps are recorded
         pytest.param("ddp", 6, marks=pytest.mark.slow),
-        pytest.param("synchronizer", 25, marks=pytest.mark.slow),
+        pytest.param("module", 25, marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_that_the_training_gives_ends_the_tuning_and_stays(front, at_step):
@@ -83,9 +83,9 @@ def refused(names):
     """The plans of a training in whose trials some plans are refused on rank 1, its decisions, and its last plan."""
     module, handles = build("Mlp"), []
     with scripted(module, SPECS, TIMES_S, handles):
-        model, handle = tuned_handle("synchronizer", module, replan=False)
+        model, handle = tuned_handle("module", module, replan=False)
         handles.append(handle)
-        check = handle._check
+        check = handle._changes.checked
 
         def refuses(plan):
             name = PLAIN if plan.prediction is None else plan.prediction.policy
@@ -93,7 +93,7 @@ def refused(names):
                 raise ValueError(f"not {name}")
             return check(plan)
 
-        handle._check = refuses
+        handle._changes.checked = refuses
         seen = train(model, module, range(50), lambda _: policy_of(handle))
     decisions = [(each.text, each.policy, each.plan_fingerprint) for each in handle.decisions]
     plan, policy = handle.plan, handle.stats()["policy"]

@@ -65,9 +65,9 @@ def attached(front: str, spec: str | None) -> int:
     gc.collect()
     before, module, handle = tensor_nbytes(), build("Mlp"), None
     plan = sync.uniform_plan(module, spec or "Identity", exempt=None)
-    if front == "synchronizer":
+    if front == "module":
         model: Any = module
-        handle = sync.Synchronizer(module, plan)
+        handle = sync.attach(module, plan)
     else:
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
         handle = sync.attach(model, plan)
@@ -83,7 +83,7 @@ def attached(front: str, spec: str | None) -> int:
     [
         ("ddp", "four"),
         pytest.param("ddp", None, marks=pytest.mark.slow),
-        pytest.param("synchronizer", "four", marks=pytest.mark.slow),
+        pytest.param("module", "four", marks=pytest.mark.slow),
     ],
 )
 def test_trials_leave_nothing_but_the_plan_that_has_won(front, winner):

@@ -74,8 +74,8 @@ def norms_of_a_rank(
     """The norms that were read in the third step, and those that follow from gradients and residuals."""
     torch.manual_seed(dist.get_rank())
     model, method = Fixed(), from_spec(compressor)
-    synchronizer = sync.Synchronizer(model, sync.uniform_plan(model, compressor, program=program))
-    runtime = synchronizer._runtime
+    synchronizer = sync.attach(model, sync.uniform_plan(model, compressor, program=program))
+    runtime = synchronizer._frontend.runtime
     keys = [name for name in SIZES if name != "bias"]
     expected = torch.zeros(3, len(keys))
     for step in range(4):
@@ -123,11 +123,11 @@ def test_readings_are_the_norms_of_one_step(compressor, program):
 def readings_of_a_vote() -> float:
     """The largest norm that is read of majority votes."""
     model = Fixed()
-    synchronizer = sync.Synchronizer(model, sync.uniform_plan(model, "SigNUM"))
-    synchronizer._runtime.watch.ask()
+    synchronizer = sync.attach(model, sync.uniform_plan(model, "SigNUM"))
+    synchronizer._frontend.runtime.watch.ask()
     for _ in range(2):
         model({name: torch.randn(size) for name, size in SIZES.items()}).backward()
-    norms = synchronizer._runtime.watch.take().norms(["first", "second"], CPU)  # the bias is sent exactly
+    norms = synchronizer._frontend.runtime.watch.take().norms(["first", "second"], CPU)  # the bias is sent exactly
     synchronizer.close()
     return float(norms.max())
 
@@ -154,8 +154,8 @@ def norms_of_a_mean(compressor: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The norms of means that sketches give in some steps, and those of the means."""
     torch.manual_seed(7 + dist.get_rank())
     model = Fixed()
-    synchronizer = sync.Synchronizer(model, sync.uniform_plan(model, compressor))
-    watch, found = synchronizer._runtime.watch, []
+    synchronizer = sync.attach(model, sync.uniform_plan(model, compressor))
+    watch, found = synchronizer._frontend.runtime.watch, []
     key, size = "first", SIZES["first"]
     for step in range(6):
         gradients = {name: torch.randn(each) for name, each in SIZES.items()}

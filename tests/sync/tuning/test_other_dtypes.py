@@ -19,7 +19,7 @@ def decisions(attached: str) -> list[tuple[int, str]]:
     module = torch.nn.Linear(8, 8).double()
     with mock.patch.object(machine_cache, "measured_profile", None):  # nothing is measured in vain
         model = DistributedDataParallel(module) if attached == "ddp" else module
-        handle = sync.attach(model) if attached == "ddp" else sync.Synchronizer(model)
+        handle = sync.attach(model)
         for _ in range(3):
             model(torch.ones(4, 8, dtype=torch.float64)).square().sum().backward()
         assert handle.steps == 3

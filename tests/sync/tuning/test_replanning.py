@@ -60,7 +60,7 @@ def changed(front: str, before: dict[str, float], after: dict[str, float], steps
     return result
 
 
-@pytest.mark.parametrize("front", ["ddp", "synchronizer"])
+@pytest.mark.parametrize("front", ["ddp", "module"])
 def test_a_slower_network_lets_another_plan_follow(front):
     times = {PLAIN: 1.0, "four": 0.9, "eight": 0.5}, {PLAIN: 9.0, "four": 2.0, "eight": 4.0}
     ranks = values_of(run_ranks(2, changed, front, *times, 2 * STEPS + 20))
@@ -88,7 +88,7 @@ def test_compression_that_no_longer_pays_gives_way_to_plain_steps():
 
 def test_a_milder_plan_is_looked_for_when_plain_steps_have_won():
     times = {PLAIN: 1.0, "four": 0.94, "eight": 1.2}, {"four": 1.05, "eight": 0.95}
-    ((steps, texts, _), _) = values_of(run_ranks(2, changed, "synchronizer", *times, 3 * STEPS + 20))
+    ((steps, texts, _), _) = values_of(run_ranks(2, changed, "module", *times, 3 * STEPS + 20))
     assert steps[STEPS][0] == "four" and steps[-1][0] == "eight"
     assert "trying" in texts[1] and "nothing is compressed" in texts[2] and "chosen" in texts[3]
 
@@ -165,7 +165,7 @@ class Steady:
         return self
 
 
-@pytest.mark.parametrize("front", ["ddp", "synchronizer"])
+@pytest.mark.parametrize("front", ["ddp", "module"])
 def test_units_whose_errors_are_too_large_get_a_finer_compressor(front):
     ranks = values_of(run_ranks(2, refined, front))
     assert [(seen, texts) for seen, texts, _ in ranks[:1]] == [(seen, texts) for seen, texts, _ in ranks[1:]]

@@ -98,8 +98,8 @@ def interrupted(front, winner_s, kind, folder):
     ("front", "winner_s", "kind"),
     [
         ("ddp", 0.5, "state_dict"),
-        ("synchronizer", 2.0, "dcp"),
-        pytest.param("synchronizer", 0.5, "state_dict", marks=pytest.mark.slow),
+        ("module", 2.0, "dcp"),
+        pytest.param("module", 0.5, "state_dict", marks=pytest.mark.slow),
         pytest.param("ddp", 0.5, "dcp", marks=pytest.mark.slow),
         pytest.param("ddp", 2.0, "state_dict", marks=pytest.mark.slow),
     ],
@@ -141,7 +141,7 @@ def given(front, at_step, kind, folder):
     ("front", "at_step", "kind"),
     [
         ("ddp", 6, "state_dict"),  # while steps are recorded
-        pytest.param("synchronizer", STEPS + 2, "dcp", marks=pytest.mark.slow),
+        pytest.param("module", STEPS + 2, "dcp", marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_that_the_training_has_given_stays_when_it_is_continued(front, at_step, kind, tmp_path):
@@ -176,10 +176,10 @@ def saved_in_between(front, in_change, kind, folder):
 @pytest.mark.parametrize(
     ("front", "in_change", "kind"),
     [
-        ("synchronizer", False, "state_dict"),
+        ("module", False, "state_dict"),
         ("ddp", True, "dcp"),
         pytest.param("ddp", False, "dcp", marks=pytest.mark.slow),
-        pytest.param("synchronizer", True, "state_dict", marks=pytest.mark.slow),
+        pytest.param("module", True, "state_dict", marks=pytest.mark.slow),
     ],
 )
 def test_a_training_that_was_saved_in_its_trials_sends_what_is_left_and_is_tuned_anew(front, in_change, kind, tmp_path):
@@ -201,7 +201,7 @@ def settled(kind, folder):
 
 def on_other_ranks(kind, folder):
     """Residuals, plans and decisions of another number of ranks, before and after two steps."""
-    training = Training("synchronizer")
+    training = Training("module")
     if dist.get_world_size() == 1:
         with pytest.warns(UserWarning, match="are dropped"):
             load(training.handle, kind, folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from gckernels.sync.tuning.progress import Progress
 from gckernels.sync.tuning.trials.rules import stages_of
+from gckernels.sync.tuning.trials.training import TunedTraining
 from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.watching.drift import WINDOW, Action
 from gckernels.sync.tuning.watching.guard import Reading
@@ -37,21 +38,29 @@ PLAN = Plan(tuple(UnitPlan(name, 4096, FOUR, ALLGATHER, True) for name in "ab"),
 PLAIN = Plan(tuple(UnitPlan(name, 4096, Identity(), ALLREDUCE, False) for name in "ab"))
 
 
-class FakeHandle:
-    """A handle whose steps are those of a list of windows."""
+class FakeTraining(TunedTraining):
+    """A training whose steps are those of a list of windows."""
+
+    plan: Plan = PLAN
+    steps = 0
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.steps, self.decisions, self.errors = plan, 0, [], []
-        self.group = self.device = self.residual_watch = None
+        self.plan, self.decisions, self.errors = plan, [], []
+        self.frontend = SimpleNamespace(group=None, device=None, runtime=SimpleNamespace(watch=None))
+        self.ranks = SimpleNamespace(world_size=2)
 
-    def _policy(self) -> str:
+    @property
+    def policy(self) -> str:
         return "refined" if self.plan.prediction is None else self.plan.prediction.policy
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return {name: torch.nn.Parameter(torch.zeros(64, 64)) for name in "ab"}
+    def checked(self, plan: Plan) -> Plan:
+        plan.check([(name, torch.nn.Parameter(torch.zeros(64, 64))) for name in "ab"], 2)
+        return plan
 
-    def _check(self, plan: Plan) -> None:
-        plan.check(self.parameters().items(), 2)
+    def changed(self, plan: Plan) -> Iterator[None]:
+        self.plan = plan
+        self.steps += 1  # the exact step between the two plans
+        yield
 
     def decide(self, decision: object) -> None:
         self.decisions.append(decision)
@@ -82,15 +91,9 @@ def run(monkeypatch):
     monkeypatch.setattr(watching, "together", alone)
 
     def run(given: list[Window], plan: Plan = PLAN, tuned: Tuned = TUNED, phase: Running | None = None):
-        handle = FakeHandle(plan) if phase is None else phase._handle
+        handle = FakeTraining(plan) if phase is None else phase._training
         windows[:] = given
-
-        def change(after: Plan):
-            handle.plan = after
-            handle.steps += 1  # the exact step between the two plans
-            yield
-
-        phase = phase or Running(handle, 2, change)
+        phase = phase or Running(handle)
         steps = phase.watched(tuned, until=handle.steps + 50)
         while True:
             try:
@@ -156,9 +159,9 @@ def test_allowances_go_on_in_a_resumed_training(run):
     saved = Progress(0, "auto", replace(TUNED, accuracy=stages[0].accuracy), waits=phase.waits)
     read = Progress.from_text(saved.to_text(stages, 2), stages, 2, 1000)
     assert read == saved and len(read.waits) == 3
-    again = Running(FakeHandle(PLAN), 2, lambda plan: iter(()), read.waits)
+    again = Running(FakeTraining(PLAN), read.waits)
     assert run([window(0.13)] * 9, phase=again).action is Action.STAY
-    fresh = Running(FakeHandle(PLAN), 2, lambda plan: iter(()))
+    fresh = Running(FakeTraining(PLAN))
     assert run([window(0.13)] * 9, phase=fresh).action is Action.REPLAN
 
 

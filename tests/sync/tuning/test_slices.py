@@ -105,7 +105,7 @@ def test_a_long_search_is_spread_over_steps():
 
 @pytest.mark.parametrize(
     ("front", "closes"),
-    [("ddp", True), ("synchronizer", False), pytest.param("ddp", False, marks=pytest.mark.slow)],
+    [("ddp", True), ("module", False), pytest.param("ddp", False, marks=pytest.mark.slow)],
 )
 def test_closing_ends_the_search_and_so_does_the_end_of_the_model(front, closes):
     """No thread of it is left, which the ranks check."""

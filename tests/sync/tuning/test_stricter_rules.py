@@ -103,9 +103,9 @@ def resumed(front, accuracy, kind, folder):
     ("front", "accuracy", "kind"),
     [
         ("ddp", "exact", "own"),
-        ("synchronizer", "safe", "dcp"),
+        ("module", "safe", "dcp"),
         pytest.param("ddp", ["Cast16"], "dcp", marks=pytest.mark.slow),
-        pytest.param("synchronizer", "exact", "list", marks=pytest.mark.slow),
+        pytest.param("module", "exact", "list", marks=pytest.mark.slow),
         pytest.param("ddp", 0.1, "list", marks=pytest.mark.slow),
     ],
 )
@@ -141,7 +141,7 @@ def given(front, rules, folder):
     [(("safe", "safe"), True), (("safe", ["EFSignSGD"]), True), (("safe", "exact"), False)],
 )
 def test_a_plan_that_was_given_stays_unless_another_rule_does_not_allow_it(rules, stays, tmp_path):
-    for (text, resumed), compresses in values_of(run_ranks(2, given, "synchronizer", rules, str(tmp_path))):
+    for (text, resumed), compresses in values_of(run_ranks(2, given, "module", rules, str(tmp_path))):
         assert "stays, although the rule safe does not allow EFSignSGD" in text and compresses == stays
         assert ("the plan that was given stays" if stays else "the saved plan is left") in resumed
 
@@ -167,9 +167,9 @@ def test_nothing_is_compressed_before_the_first_step_that_may_be(tmp_path):
 
 def replanned(limit):
     """Whether the plan that ran is tried again after its compressor has had a larger error."""
-    training = Training("synchronizer", "safe", FOUR)
+    training = Training("module", "safe", FOUR)
     training.train(0, STEPS + 2)
-    tuner, plan = training.handle._tuner, training.handle.plan
+    tuner, plan = training.handle._tuning._tuner, training.handle.plan
     trace, stage = tuner._progress.tuned.trace, tuner._stages[0]
     names = {name for unit in plan.units for name in unit.parameters}
     worse = remembering(trace, {(name, str(BlockQuant(bits=4))): limit for name in names})

@@ -23,7 +23,7 @@ from tunings import PLAIN, policy_of, scripted, train, tuned_handle
 from workloads import digest_of, thinned
 
 SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
-FRONTS = ("ddp", "synchronizer")
+FRONTS = ("ddp", "module")
 
 
 def tried(front, step_s, count=STEPS + 10):
@@ -77,7 +77,7 @@ class Noisy(dict):
 
 def tried_for_longer(times, more):
     with mock.patch.object(trial_runner, "MORE", more):
-        return tried("synchronizer", times, STEPS + more + 5)
+        return tried("module", times, STEPS + more + 5)
 
 
 def test_trials_go_on_in_longer_turns_if_noise_hides_the_fastest_plan():
@@ -98,9 +98,9 @@ def plain_steps(front, fault, where, is_tuned):
         model, handle = tuned_handle(front, module)
         handles.append(handle)
         if not is_tuned:
-            handle._end_tuning()
+            handle._tuning.close()
         seen = train(model, module, range(16), lambda _: digest_of(p.grad for p in module.parameters()))
-    texts, listeners = [each.text for each in handle.decisions], len(handle._listeners)
+    texts, listeners = [each.text for each in handle.decisions], len(handle._listeners.functions)
     handle.close()
     return seen, texts, listeners
 
@@ -129,10 +129,10 @@ def _broken(fault, where):
     ("front", "fault", "where"),
     [
         ("ddp", "recorder", 1),
-        ("synchronizer", "errors", 0),
+        ("module", "errors", 0),
         ("ddp", "errors", 1),
         ("ddp", "proposal", 0),
-        ("synchronizer", "reading", 1),
+        ("module", "reading", 1),
     ],
 )
 def test_failures_leave_plain_averaging_on_all_ranks(front, fault, where):
@@ -162,7 +162,7 @@ def in_two_stages(front):
     return policies, texts
 
 
-@pytest.mark.parametrize("front", ["synchronizer", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("front", ["module", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_an_aggressive_rule_is_tuned_after_a_tenth_of_the_training(front):
     first, second = values_of(run_ranks(2, in_two_stages, front))
     assert first == second
@@ -194,7 +194,13 @@ def alone():
     model, handle = tuned_handle("ddp", module)
     train(model, module, range(3), lambda _: None)
     finite = torch.isfinite(next(module.parameters())).all().item()
-    return handle._tuner is None, comm_hook(model) is None, len(handle.decisions), handle.stats()["step"], finite
+    return (
+        handle._tuning._tuner is None,
+        comm_hook(model) is None,
+        len(handle.decisions),
+        handle.stats()["step"],
+        finite,
+    )
 
 
 def test_one_rank_has_nothing_to_tune_and_no_hook():

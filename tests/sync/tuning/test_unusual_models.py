@@ -54,7 +54,7 @@ def planned(front: str) -> list[tuple[str, list[str], bool]]:
         for kind in KINDS:
             module = Unusual(kind)
             model = DistributedDataParallel(module) if front == "ddp" else module
-            handle = sync.attach(model) if front == "ddp" else sync.Synchronizer(module)
+            handle = sync.attach(model) if front == "ddp" else sync.attach(module)
             compresses, optimizer = False, torch.optim.SGD(module.parameters(), lr=0.01)
             for step in range(60):
                 optimizer.zero_grad()
@@ -68,7 +68,7 @@ def planned(front: str) -> list[tuple[str, list[str], bool]]:
     return found
 
 
-@pytest.mark.parametrize("front", ["ddp", "synchronizer"])
+@pytest.mark.parametrize("front", ["ddp", "module"])
 def test_every_kind_of_parameter_is_planned(front):
     for found in values_of(run_ranks(2, planned, front)):
         for kind, texts, compresses in found:

@@ -60,7 +60,7 @@ MODES: dict[str, tuple[str, dict[str, bool]]] = {
     "two forwards": ("Mlp", {}),
     "freezing": ("Branches", {"find_unused_parameters": True}),
     "64 bits": ("Mlp", {}),
-    "synchronizer": ("Mlp", {}),
+    "module": ("Mlp", {}),
     "unused in synchronizer": ("Branches", {"find_unused_parameters": True}),
 }
 
@@ -78,19 +78,19 @@ def tuned(mode: str, steps: int, folder: str) -> Any:
     module, handles, rank, seen = build(name), [], dist.get_rank(), []
     if mode == "64 bits":
         module.layers[4] = nn.Sequential(Widened(), module.layers[4].double())
-    in_ddp = "synchronizer" not in mode
+    in_ddp = "module" not in mode
     model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **settings) if in_ddp else module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=mode == "scaler")
     with scripted(module, SPECS, TIMES_S, handles):
         given = {"grad_scaler": scaler} | ({} if in_ddp else settings)
-        handle: Any = sync.attach(model, **given) if in_ddp else sync.Synchronizer(model, **given)
+        handle: Any = sync.attach(model, **given)
         handles.append(handle)
         for step in range(steps):
             optimizer.zero_grad(set_to_none=step % 3 == 0)
             if mode == "freezing" and step in (5, 30):
                 module.trunk.requires_grad_(step == 30)
-            if mode in ("no_sync", "synchronizer"):
+            if mode in ("no_sync", "module"):
                 with (model if in_ddp else handle).no_sync():
                     model(module.batch(1000 + step, rank)).backward()
             batch = module.batch(step, rank)
@@ -196,7 +196,7 @@ def slow_search(front: str) -> tuple[list[str], list[str]]:
     return seen, texts
 
 
-@pytest.mark.parametrize("front", ["ddp", pytest.param("synchronizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("front", ["ddp", pytest.param("module", marks=pytest.mark.slow)])
 def test_every_plan_has_a_turn_however_long_the_search_takes(front):
     for seen, texts in values_of(run_ranks(2, slow_search, front)):
         assert {*seen} == {PLAIN, "four", "eight"} and seen[-1] == "four"
@@ -213,7 +213,7 @@ def thawed() -> tuple[list[str], list[str]]:
         return proposal_of([(name, module.get_parameter(name)) for name in traced], SPECS)
 
     with scripted(module, SPECS, TIMES_S, handles), mock.patch.object(searching, "proposal", proposal):
-        handles.append(sync.Synchronizer(module))
+        handles.append(sync.attach(module))
         for step in range(40):
             module.layers[0].requires_grad_(is_thawed := policy_of(handles[0]) != PLAIN and step > 35)
             module.zero_grad()

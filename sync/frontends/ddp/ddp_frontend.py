@@ -1,6 +1,6 @@
-"""Attach compression to a DistributedDataParallel model.
+"""The front end of DistributedDataParallel models.
 
-:func:`attach_plan` registers a communication hook. DDP calls it with each bucket of gradients as soon as backward has
+:class:`DdpFrontend` registers a communication hook. DDP calls it with each bucket of gradients as soon as backward has
 filled it; the hook queues the bucket's messages on the engine's lanes and returns a future, so encoding, both phases
 of communication and decoding overlap with the rest of backward and with each other.
 """
@@ -8,37 +8,31 @@ of communication and decoding overlap with the rest of backward and with each ot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from gckernels.compressor import Compressor
-
-from ...communication.agreement import agreed, device_of
 from ...engine.failures import Outcome, failed_future
 from ...engine.runtime import Runtime
 from ...plans.plan import Attached, Plan
 from ...plans.strides import in_reals
 from ...programs.sizes import allreduce_sent_nbytes
-from ...stats.stats import Overlap
-from ..checks.models import ddp_parameters, watch_for_sparse_gradients
-from ..handle import Before, Handle
-from ..ownership import Claim, attached, end_spent, keep_alive
+from ..checks.models import ddp_parameters, on_accumulated, watch_for_sparse_gradients
+from ..frontend import NO_CALLS, Before, FrontendCalls, Overlap
+from ..ownership import attached, keep_alive
 from ..request import Request
 from .ddp_buckets import DdpBuckets, UnplannedError
-from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
+from .ddp_checks import fitting, refuse_foreign_hook
 from .late import average_late
 from .others import OtherParameters, UsedParameters, listed
 from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
 from .step_ends import StepEnds, in_join, join_of
 
-A = TypeVar("A", bound="DdpAttachment")
 _NO_INPUTS = (
     "gckernels: this rank has no inputs left in join(), so it can neither vote nor follow a gradient scaler; let all "
     "ranks have as many inputs, or close() the attachment before join()"
@@ -46,153 +40,118 @@ _NO_INPUTS = (
 _OVERLAP = ("backward_comm_time", "backward_compute_comm_overlap_time")  # in the logging data of DDP, in nanoseconds
 
 
-def attach_plan(
-    ddp_model: DistributedDataParallel,
-    plan: Plan | Compressor | str,
-    kind: type[A],
-    *,
-    strict: bool = True,
-    memory_budget_mb: float | None = None,
-    grad_scaler: GradScaler | None = None,
-    can_discard: bool = False,
-    seed: int = 0,
-    start_step: int = 0,
-) -> A:
-    """An attachment of the class ``kind`` that synchronises a DDP model as a plan says. Collective.
+class DdpFrontend:
+    """The communication hook of a DDP model, with its buckets. Construction is collective.
 
-    The other arguments are those of :func:`~gckernels.sync.attach`.
+    If the plan compresses nothing, DDP averages the gradients itself, without a hook.
 
-    Raises:
-        TypeError, ValueError, PlanError: an argument is not valid on this rank.
-        RuntimeError: an argument is not valid on another rank, or not the same on all of them. Every rank raises.
+    Args:
+        ddp_model: the model, which is not kept.
+        plan: the plan that runs first, which all ranks have agreed on.
+        request: the settings of the attachment.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
-    request = Request(Attached.DDP, plan, strict, memory_budget_mb, grad_scaler, can_discard, seed, start_step)
 
-    def check() -> tuple[Plan, list[str]]:
-        checked, summary = checked_plan(ddp_model, request)
-        buckets = "its first buckets" if will_rebuild_buckets(ddp_model) else "its last buckets"
-        return checked, [f"{summary}, DDP with {buckets}", *checked.lines()]
+    kind = Attached.DDP
+    modules = ()
+    is_outdated = False
+    runtime: Runtime
 
-    is_ddp = isinstance(ddp_model, DistributedDataParallel)
-    group = ddp_model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
-    device = device_of(ddp_model)
-    agreed_plan = agreed("attach", group, device, check)
-    end_spent(ddp_model)
-    attachment = kind(ddp_model, agreed_plan, group, device, request)
-    try:
-        attachment._register(ddp_model)
-    except BaseException:  # DDP has reasons that the checks above do not know
-        attachment.close()
-        raise
-    return attachment
-
-
-class DdpAttachment(Handle):
-    """The hook that :func:`~gckernels.sync.attach` has registered, with its engine and residuals."""
-
-    attached = Attached.DDP
-
-    def __init__(
-        self,
-        ddp_model: DistributedDataParallel,
-        plan: Plan,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        request: Request,
-    ) -> None:
+    def __init__(self, ddp_model: DistributedDataParallel, plan: Plan, request: Request) -> None:
         parameters = ddp_parameters(ddp_model)
         self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
-        self._averaged_nbytes = sum(in_reals(parameter).nbytes for parameter in parameters.values())
+        self.averaged_nbytes = sum(in_reals(parameter).nbytes for parameter in parameters.values())
         self._model, self._request = weakref.ref(ddp_model), request
-        self._settings = (group, device, request.seed, request.start_step)
-        self._is_open = False
+        self.group, self.device = request.group, request.device
+        self.is_open = False
+        self._calls = NO_CALLS
         self._next_buckets: DdpBuckets | None = None  # for the plan that follows, while a step shows them
         self._shows_buckets = False  # whether it has
-        self._let_go: Callable[[], None] | None = None
+        self._let_go: Callable[[], None] = lambda: None
         self._step_ends: StepEnds | None = None
-        self._is_late = False
+        self._wants_steps = self._is_late = False
+        self._watches: list[RemovableHandle] = []
+        self._delivers: dict[str, RemovableHandle] = {}
         self._used: UsedParameters | None = None  # if a step may leave some unused
         self._numbers: dict[str, int] = {}  # by unit, the number of its parameter
         self._others = OtherParameters(ddp_model.module, parameters.values(), ddp_model.parameters_to_ignore)
-        self._take(self._new_buckets(self._new_runtime(plan)))
-        self._claim = Claim(parameters.values(), self)
+        self._take(self._new_buckets(self.new_runtime(plan)))
 
-    def _needs_hook(self, plan: Plan) -> bool:
-        """Whether DDP must hand over its buckets."""
-        if any(not unit.in_place for unit in plan.units):  # one rank alone counts its steps, which larger jobs continue
-            return True
-        ddp_model = self._model()
-        if ddp_model is None or comm_hook(ddp_model) is None:
-            return False
-        return self._may_be_uneven or not can_rebuild(ddp_model)  # a rank without inputs would not rebuild its reducer
-
-    def _new_runtime(self, plan: Plan) -> Runtime:
-        ddp_model, parameters = self._model(), self.parameters()
-        assert ddp_model is not None
-        self._join = join_of(ddp_model)
-        settings = (plan, *self._settings, self._request.enabled_scaler, parameters)
-        return Runtime(*settings, synchronises=self._needs_hook(plan), can_discard=self._request.can_discard)
-
-    def _new_buckets(self, runtime: Runtime) -> DdpBuckets:
-        return DdpBuckets(runtime, self.parameters(), self._model)
-
-    def _take(self, buckets: DdpBuckets) -> None:
-        """Let the runtime of these buckets execute its plan."""
-        self._buckets, self._runtime, self.plan = buckets, buckets.runtime, buckets.runtime.plan
-        self._has_hook = self._needs_hook(self.plan)
-        parameters = self.parameters()
-        self._watch_optimizers(parameters)
-        self._used = None
-        if self._has_hook:
-            self._watches = [*self._watches, *watch_for_sparse_gradients(parameters)]
-            ddp_model = self._model()
-            if ddp_model is not None and (ddp_model.find_unused_parameters or ddp_model.static_graph):
-                self._used = UsedParameters(parameters.values())
-                numbers = {name: number for number, name in enumerate(self._parameters)}  # in DDP's order
-                self._numbers = {unit.key: numbers[unit.parameter] for unit in self.plan.units}
-                self._watches = [*self._watches, *self._used.handles]
-
-    def _register(self, ddp_model: DistributedDataParallel) -> None:
+    def open(self, calls: FrontendCalls) -> None:
         """Let DDP hand over its buckets, if anything is compressed, and let the model keep the attachment."""
+        self._calls, ddp_model = calls, self._model()
+        assert ddp_model is not None
         if self._has_hook:
             self._use_hook(ddp_model)
         attached.add(ddp_model)
-        self._let_go = keep_alive([ddp_model], self.close)
-        self._is_open = True
+        self._let_go = keep_alive([ddp_model], calls.close)
+        self.is_open = True
+
+    def close(self) -> None:
+        """Let the hook average as DDP does from now on. At the end of the next step the model becomes plain DDP, with
+        the buckets that it has.
+
+        This needs private functions of DDP, which torch 2.11 to 2.15 have. If a release lacks one, and in ``join()``,
+        the model keeps that hook.
+        """
+        if self.is_open:
+            self.is_open = False
+            self._let_go()
+            if (ddp_model := self._model()) is not None:
+                if self._has_hook:
+                    release_comm_hook(ddp_model)
+                attached.discard(ddp_model)
+        self.abandon()
+        self._follow()
+        self._others.remove()
+        for handle in (*self._watches, *self._delivers.values()):
+            handle.remove()
+        self.runtime.close()
+        self._buckets.clear()
+        self._calls = NO_CALLS
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        existing = {name: reference() for name, reference in self._parameters.items()}
+        return {name: parameter for name, parameter in existing.items() if parameter is not None}
+
+    sent_parameters = parameters
 
     # ---------------------------------------------------------------- changes of the plan
 
-    def _checked(self, request: Request) -> tuple[Plan, list[str]]:
+    def checked(self, request: Request) -> tuple[Plan, list[str]]:
         ddp_model = self._model()
         assert ddp_model is not None
         refuse_foreign_hook("change_plan", ddp_model)
         plan, summary = fitting("change_plan", ddp_model, request, self.parameters())
         return plan, [summary, *plan.lines()]
 
-    def _is_ready(self, runtime: Runtime) -> bool:
+    def new_runtime(self, plan: Plan) -> Runtime:
+        ddp_model = self._model()
+        assert ddp_model is not None
+        self._join = join_of(ddp_model)
+        return self._request.runtime(plan, self.parameters(), synchronises=self._needs_hook(plan))
+
+    def is_ready(self, runtime: Runtime, builds_between: bool) -> bool:
         ddp_model, needs_hook = self._model(), self._needs_hook(runtime.plan)
         if ddp_model is None or self._has_hook or not needs_hook:
             return runtime.synchronises or not needs_hook  # in join() the hook stays
-        if not self._builds_between or not can_rebuild(ddp_model):
+        if not builds_between or not can_rebuild(ddp_model):
             return True
         if self._next_buckets is None:
             runtime.is_waiting = True
             self._next_buckets, self._shows_buckets = self._new_buckets(runtime), False
             self._use_hook(ddp_model)
-            self._follow_steps()
+            self._follow()
         return self._shows_buckets and not self._may_be_uneven
 
     @property
-    def _can_agree(self) -> bool:
-        # in a join() that has begun since, a rank without inputs would come there before it tells DDP that it has used
-        # no parameter, for which the others wait
+    def can_agree(self) -> bool:
+        """Whether no rank without inputs comes to the end of this step before it tells DDP that it has used no
+        parameter, for which the others wait, as in a ``join()`` that has begun since."""
         ddp_model = self._model()
         return ddp_model is None or not ddp_model.find_unused_parameters or join_of(ddp_model) is self._join
 
-    def _prepared(self, runtime: Runtime) -> Callable[[], None]:
-        runtime.follow(self._runtime)
+    def prepared(self, runtime: Runtime) -> Callable[[], None]:
+        runtime.follow(self.runtime)
         runtime.is_waiting = False
         buckets, ddp_model = self._new_buckets(runtime), self._model()
         assert ddp_model is not None
@@ -206,17 +165,44 @@ class DdpAttachment(Handle):
                 self._use_hook(ddp_model)
             elif had_hook and not self._has_hook:
                 release_comm_hook(ddp_model)
-            self._follow_steps()
+            self._follow()
 
         return install
 
-    def _abandon_change(self) -> None:
+    def abandon(self) -> None:
         if self._next_buckets is not None:
             self._next_buckets = None
             if (ddp_model := self._model()) is not None:
                 release_comm_hook(ddp_model)
-            self._follow_steps()
-        super()._abandon_change()
+            self._follow()
+
+    def _needs_hook(self, plan: Plan) -> bool:
+        """Whether DDP must hand over its buckets."""
+        if plan.compresses:  # one rank alone counts its steps, which larger jobs continue
+            return True
+        ddp_model = self._model()
+        if ddp_model is None or comm_hook(ddp_model) is None:
+            return False
+        return self._may_be_uneven or not can_rebuild(ddp_model)  # a rank without inputs would not rebuild its reducer
+
+    def _new_buckets(self, runtime: Runtime) -> DdpBuckets:
+        return DdpBuckets(runtime, self.parameters(), self._model)
+
+    def _take(self, buckets: DdpBuckets) -> None:
+        """Let the runtime of these buckets execute its plan."""
+        self._buckets, self.runtime, plan = buckets, buckets.runtime, buckets.runtime.plan
+        self._has_hook = self._needs_hook(plan)
+        for watch in self._watches:
+            watch.remove()
+        self._watches, self._used = [], None
+        if self._has_hook:
+            parameters, ddp_model = self.parameters(), self._model()
+            self._watches += watch_for_sparse_gradients(parameters)
+            if ddp_model is not None and (ddp_model.find_unused_parameters or ddp_model.static_graph):
+                self._used = UsedParameters(parameters.values())
+                numbers = {name: number for number, name in enumerate(self._parameters)}  # in DDP's order
+                self._numbers = {unit.key: numbers[unit.parameter] for unit in plan.units}
+                self._watches += self._used.handles
 
     # ---------------------------------------------------------------- the hook
 
@@ -224,9 +210,14 @@ class DdpAttachment(Handle):
         handler = Handler(self._synchronise, self._before_waiting, self._end_hooked_step, self._synchronise_zeros)
         use_comm_hook(ddp_model, self.parameters().values(), handler)
 
+    @property
+    def _sending(self) -> DdpBuckets:
+        """The buckets whose runtime synchronises this step."""
+        return self._buckets if self._next_buckets is None else self._next_buckets
+
     def _begun_buckets(self, first: bool) -> DdpBuckets:
         """The buckets whose runtime synchronises the step that has begun."""
-        buckets = self._buckets if self._next_buckets is None else self._next_buckets
+        buckets = self._sending
         if first:
             buckets.runtime.unused.begin()
             if buckets.runtime.step == 0:
@@ -244,12 +235,11 @@ class DdpAttachment(Handle):
             return failed_future(error)
 
     def _before_waiting(self) -> None:
-        buckets = self._buckets if self._next_buckets is None else self._next_buckets
-        buckets.runtime.release()
+        self._sending.runtime.release()
 
     def _end_hooked_step(self) -> None:
         if self._next_buckets is None:
-            self._runtime.end_step()
+            self.runtime.end_step()
             self._restore_unused()
         else:
             self._end_shown_step(self._next_buckets)
@@ -261,14 +251,14 @@ class DdpAttachment(Handle):
         ddp_model = self._model()
         if self._used is not None and ddp_model is not None:
             # the memory in which the answer of all ranks is, or will be; DDP does not lend it to a hook
-            used, numbers, unused = ddp_model.reducer._get_local_used_map(), self._numbers, self._runtime.unused
+            used, numbers, unused = ddp_model.reducer._get_local_used_map(), self._numbers, self.runtime.unused
             self._used.ids.clear()
             (unused.restore_later if later else unused.restore)(lambda key: used[numbers[key]])
 
     def _end_shown_step(self, buckets: DdpBuckets) -> None:
         """Count a step that the runtime of the next plan has averaged, to see the buckets."""
         buckets.runtime.end_step()
-        self._runtime.step += 1
+        self.runtime.step += 1
 
     @property
     def _may_be_uneven(self) -> bool:
@@ -294,9 +284,14 @@ class DdpAttachment(Handle):
                 runtime.end_step()
                 self._restore_unused(later=True)  # DDP exchanges what was used behind the buckets
             self._meet_uneven_steps()
-            self._on_step_end()
-            self._continue_change()
+            self._calls.end_step_without_inputs()
         return sent
+
+    # ---------------------------------------------------------------- steps
+
+    def follow_steps(self, wanted: bool) -> None:
+        self._wants_steps = wanted
+        self._follow()
 
     def launch_late(self, before: Before | None) -> None:
         ddp_model, was_late, self._is_late = self._model(), self._is_late, before is not None
@@ -305,12 +300,12 @@ class DdpAttachment(Handle):
                 average_late(ddp_model, self.parameters().values(), before, self._end_plain_step)
             elif was_late:
                 release_comm_hook(ddp_model)
-        self._follow_steps()
+        self._follow()
 
-    def _follow_steps(self) -> None:
+    def _follow(self) -> None:
         ddp_model = self._model()
         has_hook = self._has_hook or self._next_buckets is not None or self._is_late  # which tells the ends of steps
-        wanted = bool(self._listeners) and not has_hook and self._is_open and ddp_model is not None
+        wanted = self._wants_steps and not has_hook and self.is_open and ddp_model is not None
         if wanted and self._step_ends is None and ddp_model is not None:
             self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_plain_step)
         elif not wanted and self._step_ends is not None:
@@ -318,14 +313,13 @@ class DdpAttachment(Handle):
             self._step_ends = None
 
     def _end_plain_step(self) -> None:
-        self._runtime.step += 1
+        self.runtime.step += 1
         self._end_step()
 
     def _end_step(self) -> None:
-        ddp_model = self._model()
-        if ddp_model is not None and in_join(ddp_model):
+        if (ddp_model := self._model()) is not None and in_join(ddp_model):
             self._meet_uneven_steps()
-        super()._end_step()
+        self._calls.end_step()
         if names := self._others.with_gradients():
             raise RuntimeError(
                 f"gckernels: DDP does not average the gradient of {listed(names)}, added or thawed since the model was "
@@ -335,49 +329,44 @@ class DdpAttachment(Handle):
             )
 
     def _meet_uneven_steps(self) -> None:
-        """End whatever needs all ranks at the end of a step, because in DDP's ``join()`` some may not have it."""
+        self._calls.meet_uneven_steps(self._next_buckets is None)  # otherwise the hook stays, and averages exactly
 
-    def _overlap(self) -> Overlap | None:
+    @property
+    def averages_now(self) -> bool:
+        ddp_model = self._model()
+        return ddp_model is not None and ddp_model.require_backward_grad_sync
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        ddp_model = self._model()
+        if ddp_model is None:
+            raise RuntimeError("no_sync: the model is gone")
+        return ddp_model.no_sync()
+
+    def deliver_to(self, names: Iterable[str]) -> None:
+        parameters, weak = self.parameters(), weakref.ref(self)
+        for name in names:
+            if name not in self._delivers:
+                self._delivers[name] = on_accumulated(parameters[name], _deliverer(weak, name))
+
+    def overlap(self) -> Overlap | None:
         ddp_model = self._model()
         if self._has_hook or ddp_model is None:
-            return super()._overlap()
+            return None
         logged = ddp_model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
         sent_ns, hidden_ns = (logged.get(name, 0) for name in _OVERLAP)
         return Overlap(hidden_ns / 1e9, max(sent_ns - hidden_ns, 0) / 1e9) if sent_ns else None
 
-    @property
-    def _averages_now(self) -> bool:
-        ddp_model = self._model()
-        return ddp_model is not None and ddp_model.require_backward_grad_sync
-
-    # ---------------------------------------------------------------- for the user
-
     def sent_nbytes_per_step(self) -> float:
         if self._has_hook:
-            return super().sent_nbytes_per_step()
-        return allreduce_sent_nbytes(self._averaged_nbytes, self._runtime.world_size)
+            return self.runtime.sent_nbytes_per_step()
+        return allreduce_sent_nbytes(self.averaged_nbytes, self.runtime.world_size)
 
-    def close(self) -> None:
-        """End the compression, the lanes and the process groups. Every rank calls it, between the same two steps.
 
-        Its hook averages as DDP does from now on. At the end of the next step the model becomes plain DDP, with the
-        buckets that it has. A later :func:`~gckernels.sync.attach` takes the model again.
+def _deliverer(weak: weakref.ref[DdpFrontend], name: str) -> Callable[[torch.Tensor], None]:
+    """The hook of a parameter. It refers to nothing that refers to the parameter."""
 
-        This needs private functions of DDP, which torch 2.11 to 2.15 have. If a release lacks one, and in ``join()``,
-        the model keeps that hook.
-        """
-        if self._let_go is not None:
-            self._let_go()
-            self._let_go, self._is_open = None, False
-            if (ddp_model := self._model()) is not None:
-                if self._has_hook:
-                    release_comm_hook(ddp_model)
-                attached.discard(ddp_model)
-        self._abandon_change()
-        self._follow_steps()
-        self._leave_parked()
-        self._claim.release()
-        self._others.remove()
-        self._ignore_optimizers()
-        self._runtime.close()
-        self._buckets.clear()
+    def hook(parameter: torch.Tensor) -> None:
+        if (frontend := weak()) is not None:
+            frontend._calls.deliver(name, parameter)
+
+    return hook

@@ -1,0 +1,175 @@
+"""The one way to attach compression to a model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from gckernels.compressor import Compressor
+from gckernels.ops import Identity
+
+from ..communication.agreement import agreed, device_of
+from ..frontends.checks.caller_modes import outside_inference_mode
+from ..frontends.ddp import ddp_checks
+from ..frontends.ddp.ddp_frontend import DdpFrontend
+from ..frontends.frontend import FrontendProtocol
+from ..frontends.module import module_checks
+from ..frontends.module.module_checks import ModuleOptions
+from ..frontends.module.module_frontend import ModuleFrontend
+from ..frontends.ownership import end_spent
+from ..frontends.request import Request
+from ..plans.plan import Attached, Plan
+from ..tuning.auto import Auto
+from .attachment import Attachment
+
+_SAFE = Auto()
+
+
+@outside_inference_mode
+def attach(
+    model: torch.nn.Module,
+    plan: Plan | Compressor | str | Auto = _SAFE,
+    *,
+    strict: bool = True,
+    memory_budget_mb: float | None = None,
+    grad_scaler: GradScaler | None = None,
+    can_discard: bool = False,
+    seed: int = 0,
+    start_step: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool = False,
+) -> Attachment:
+    """Average the gradients of a model over the ranks, compressed, from the next backward on. Every rank calls it with
+    the same arguments.
+
+    By default a plan is found while the model is trained, and compression stays only if it makes steps faster; see
+    :class:`~gckernels.sync.Auto`. Or the second argument says how gradients are sent::
+
+        attach(model)
+        attach(model, sync.Auto(accuracy="aggressive", steps=10_000))
+        attach(model, "EFSignSGD")
+        attach(model, sync.uniform_plan(model, "EFSignSGD", program="allgather", exempt=["embedding.weight"]))
+
+    The model keeps its attachment, which ends when the model is gone. No parameter may have another attachment at the
+    same time. Gradients are bitwise identical on all ranks.
+
+    **A DistributedDataParallel model** keeps its buckets. Gradients are averaged as DDP averages them. An iteration in
+    which DDP still has all gradients in one bucket, as in the first of a training, is averaged without compression if
+    it is the first one after ``attach``; so is everything with one rank. If the plan compresses nothing, DDP averages
+    the gradients itself, without a hook.
+
+    **A bare module** needs no wrapper. Its parameters and buffers become those of rank 0. Nothing else changes in the
+    training: when ``backward`` returns, ``.grad`` holds the mean on every rank, and clipping, gradient scalers and any
+    number of optimizers work on it. ``.grad`` is a view of memory that the attachment keeps, so ``zero_grad`` is
+    cheapest with ``set_to_none=False``. The first step is averaged without compression. The same plan gives the same
+    gradients as with DDP, if the model is attached before its first step, and with ``start_step=1`` where parameters
+    can be unused. Buffers such as those of batch norm are not synchronised later on. Parameters may be frozen and
+    thawed between steps, the same ones on all ranks; frozen ones cost nothing. If parameters come into the model later,
+    backward or the optimizer's step says so, and the model can be attached again.
+
+    Args:
+        model: a DDP model with no communication hook registered yet, or a module with parameters on one device.
+        plan: a plan that names all parameters; or a compressor such as ``EFSignSGD()``, or its spec such as
+            ``"BlockQuant(bits=4)"``, for the plan that ``sync.uniform_plan(model, compressor)`` makes; or an
+            :class:`~gckernels.sync.Auto` to find one. If a compressor applies a momentum (``DGC``) and the optimizer
+            does, too, the first step warns of it. For a bare module a plan may merge parameters, and may leave out
+            frozen ones: if these are thawed, they are averaged exactly, and a warning names them.
+        strict: refuse a plan that does not name each parameter with its size. Otherwise parameters that are missing, or
+            have another size, are averaged exactly, and a warning lists them.
+        memory_budget_mb: MiB that residuals and buffers may take on a rank, beside the gradients. If the plan takes
+            more, its most demanding units are averaged without compression, in place, and a warning names them.
+        grad_scaler: the ``torch.amp.GradScaler`` that the loss is scaled with. Residuals then follow its scale, and
+            become what they were when it skips a step. Takes a copy of the residuals, and goes over them twice more in
+            each step. If there are residuals, and a scaler that is not given here, its first step warns of it.
+        can_discard: keep a copy of the residuals from before each step, so that
+            :meth:`~gckernels.sync.Attachment.discard_step` leaves nothing of a step. A gradient scaler needs this copy
+            in any case.
+        seed: the seed of the stochastic compressors.
+        start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
+            when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors
+            with error feedback want a tenth of the steps, or less in a long training.
+        process_group: for a bare module, the ranks that average their gradients; by default all ranks.
+        bucket_cap_mb: for a bare module, MiB of gradients that are launched together, and that share their collectives
+            if their programs are the same; by default 25. A plan that has launches says this itself, and so does one
+            that is found.
+        find_unused_parameters: for a bare module, gradients may be missing when backward ends. If no rank has a
+            gradient, ``.grad`` is left as it is; else it becomes the mean, as if missing ones were zero. Costs a small
+            collective per step. Without it a step in which a gradient is missing does not end, and the next one says
+            so.
+
+    Returns:
+        The attachment. It has the residuals for checkpoints and the bytes that were sent; ``close`` ends it.
+
+    Raises:
+        TypeError, ValueError, PlanError: an argument is not valid on this rank.
+        RuntimeError: an argument is not valid on another rank, or not the same on all of them. Every rank raises.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
+    is_ddp, device = isinstance(model, DistributedDataParallel), device_of(model)
+    group = model.process_group if isinstance(model, DistributedDataParallel) else process_group
+    request = Request(
+        Attached.DDP if is_ddp else Attached.SYNCHRONIZER,
+        group or dist.distributed_c10d._get_default_group(),
+        device,
+        Identity() if isinstance(plan, Auto) else plan,
+        strict,
+        memory_budget_mb,
+        grad_scaler,
+        can_discard,
+        seed,
+        0 if isinstance(plan, Auto) else start_step,
+    )
+    options = ModuleOptions(bucket_cap_mb, find_unused_parameters)
+
+    def check() -> tuple[Plan, list[str]]:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"attach: model must be a torch.nn.Module, got {type(model).__name__}")
+        lines = _checked_auto(plan, start_step, options) if isinstance(plan, Auto) else []
+        if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+            raise TypeError("attach: model is compiled; attach to the DistributedDataParallel model, then compile that")
+        if isinstance(model, DistributedDataParallel):
+            _refuse_module_options(process_group, options)
+            checked, more = ddp_checks.checked_plan(model, request)
+        else:
+            checked, more = module_checks.checked_plan(model, request, options)
+        return checked, [*more, *lines]
+
+    agreed_plan = agreed("attach", request.group, device, check)
+    end_spent(model)
+    frontend: FrontendProtocol
+    if isinstance(model, DistributedDataParallel):
+        frontend = DdpFrontend(model, agreed_plan, request)
+    else:
+        frontend = ModuleFrontend(model, agreed_plan, request, options)
+    attachment = Attachment(frontend, request)
+    if isinstance(plan, Auto):
+        attachment._tune(model, plan, start_step)
+    return attachment
+
+
+def _checked_auto(auto: Auto, start_step: int, options: ModuleOptions) -> list[str]:
+    """Texts of the settings of a tuning, which must be the same on all ranks."""
+    if type(start_step) is not int or start_step < 0:
+        raise ValueError(f"attach: start_step must be an int from 0 up, got {start_step!r}")
+    if options.bucket_cap_mb is not None:
+        raise ValueError(
+            "attach: bucket_cap_mb must be None without a plan, because the plan that is found says what is launched "
+            f"together, got {options.bucket_cap_mb!r}"
+        )
+    return auto.lines(start_step)
+
+
+def _refuse_module_options(process_group: dist.ProcessGroup | None, options: ModuleOptions) -> None:
+    """Raise a ValueError if an argument is given that a DDP model has itself."""
+    given = {"process_group": (process_group, None)}
+    given |= {name: (getattr(options, name), getattr(ModuleOptions(), name)) for name in vars(options)}
+    for name, (value, default) in given.items():
+        if value is not default:
+            raise ValueError(
+                f"attach: {name} must be {default} for a DistributedDataParallel model, which has its own, "
+                f"got {value!r}"
+            )

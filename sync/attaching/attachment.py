@@ -1,0 +1,372 @@
+"""The attachment of a model, as users have it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..communication.agreement import agreed
+from ..engine.recorded_step import RecordedStep
+from ..engine.runtime import Runtime
+from ..frontends.changes import PlanChanges
+from ..frontends.checks.caller_modes import outside_inference_mode
+from ..frontends.frontend import FrontendCalls, FrontendProtocol
+from ..frontends.listeners import Listeners
+from ..frontends.optimizers import OptimizerWatches
+from ..frontends.ownership import Claim
+from ..frontends.parking import Parking
+from ..frontends.request import Request
+from ..plans.json_files import write_whole
+from ..plans.plan import Plan
+from ..states.dcp_guard import refuse_to_be_deeper
+from ..stats.decisions import Decision
+from ..stats.history import Sample
+from ..stats.stats import Figures
+from ..tuning.auto import Auto
+from ..tuning.trials.training import TunedTraining
+from ..tuning.tuning import Tuning
+from .saving import SavedTraining
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
+
+    from ..frontends.checkpoint import Checkpoint
+
+
+class Attachment:
+    """The synchronisation of the gradients of one model, which :func:`~gckernels.sync.attach` has begun.
+
+    The model keeps it, and it ends when the model is gone.
+    """
+
+    def __init__(self, frontend: FrontendProtocol, request: Request) -> None:
+        self._frontend, self._optimizers = frontend, OptimizerWatches(request.enabled_scaler)
+        self._listeners = Listeners(frontend.follow_steps)
+        self._figures = Figures(frontend)
+        self._parking = Parking(frontend, request, self._listeners)
+        self._changes = PlanChanges(frontend, request, self._parking, self._optimizers)
+        self._tuning: Tuning | None = None
+        self._saved = SavedTraining(frontend, self._parking, self._changes, self._figures, None)
+        self._has_dropped = False  # a discarded step has dropped residuals
+        self._optimizers.watch(self.plan, frontend.parameters())
+        self._claim = Claim(frontend.parameters().values(), self, frontend.modules)
+        try:
+            calls = (self._end_step, self._end_step_without_inputs, self._meet_uneven_steps, self._parking.deliver)
+            frontend.open(FrontendCalls(*calls, close=self.close))
+        except BaseException:  # DDP has reasons that no check knows
+            self.close()
+            raise
+
+    def _tune(self, model: torch.nn.Module, auto: Auto, start_step: int) -> None:
+        """Find plans while the model is trained. Collective, and may measure the machine. If a rank is gone, it closes
+        the attachment and raises."""
+        training = TunedTraining(self._frontend, self._changes, self._figures, self._listeners)
+        try:
+            self._tuning = Tuning(training, self._changes, model, auto, start_step)
+        except BaseException:
+            self.close()
+            raise
+        self._saved = SavedTraining(self._frontend, self._parking, self._changes, self._figures, self._tuning)
+
+    __create_write_items__ = refuse_to_be_deeper
+
+    def close(self) -> None:
+        """End the synchronisation, and release what belongs to it. Every rank calls it, between the same two steps.
+
+        A DDP model averages its gradients as before, with the buckets that it has; gradients of a bare module are local
+        from then on. A later :func:`~gckernels.sync.attach` takes the model again. In DDP's ``join()`` the model keeps
+        a hook, which averages as DDP does; so it does if a release of torch lacks a private function of DDP that torch
+        2.11 to 2.15 have.
+        """
+        if self._tuning is not None:
+            self._tuning.close()
+        self._changes.abandon()
+        self._claim.release()
+        self._optimizers.close()
+        self._frontend.close()
+        self._parking.close()
+
+    # ---------------------------------------------------------------- what its front end calls
+
+    def _end_step(self) -> None:
+        """Note the end of a step, continue a change of the plan, and tell the listeners. All ranks are here
+        together."""
+        self._figures.end_step()
+        if self._frontend.runtime.changed_residuals:
+            self._optimizers.synchronised()
+        self._changes.end_step()
+        for listener in self._listeners.functions:
+            listener()
+
+    def _end_step_without_inputs(self) -> None:
+        self._figures.end_step()
+        self._changes.end_step()
+
+    def _meet_uneven_steps(self, may_abandon: bool) -> None:
+        if self._tuning is not None:
+            self._tuning.meet_uneven_steps(may_abandon)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether another attachment may take its place, because ``destroy_process_group`` has ended its process group,
+        or a bare module has other parameters now. Then a new one closes this one, which nobody may have kept."""
+        try:
+            dist.get_rank(self._frontend.group)
+        except (RuntimeError, ValueError):
+            return True
+        return self._frontend.is_outdated
+
+    # ---------------------------------------------------------------- the plan
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs now."""
+        return self._changes.plan
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether another plan follows as soon as everything has been sent that the residuals of this one hold."""
+        return self._changes.following is not None
+
+    @outside_inference_mode
+    def change_plan(self, plan: Plan) -> None:
+        """Let another plan follow, with nothing lost. Every rank calls it with the same plan, between the same two
+        steps.
+
+        The next step is exact, and also sends what residuals hold; then the new plan runs. With a gradient scaler there
+        are two such steps, and more while the scaler skips them. There are up to 10 while parameters with residuals are
+        not used; what these hold then, and what frozen ones hold, is added to their next gradient, whatever the plan.
+        If nothing is unsent, the new plan runs at once. Meanwhile :attr:`is_changing` is true, ``plan`` is the old
+        plan, and so is that of checkpoints. The plan takes the settings with which the attachment was made, such as
+        ``strict`` and ``start_step``.
+
+        Units with the same compressor and program in both plans keep their momenta and low-rank factors; all others
+        begin anew. A second call before the change is complete
+        replaces the plan that follows; with the plan that runs it ends the change. If plans are found while the model
+        is trained, that ends too, and the plan that was given stays.
+
+        Raises:
+            TypeError, ValueError, PlanError: the plan is not valid on this rank. Nothing has been changed.
+            RuntimeError: the plan is not valid on another rank, or not the same on all of them, or a rank cannot build
+                what it needs, or something failed before. Every rank raises.
+        """
+        agreed_plan = self._changes.agreed(plan)
+        if self._tuning is not None:
+            self._tuning.give(agreed_plan)
+        self._changes.follow(agreed_plan)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients are averaged, by their plain names in the module."""
+        return self._frontend.parameters()
+
+    # ---------------------------------------------------------------- steps
+
+    def on_step_end(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` on every rank at the end of each synchronising backward, when gradients have been averaged.
+
+        It is not called for backwards that only accumulate gradients, nor for evaluations. As all ranks call it at the
+        same point, it may use collectives, but not in DDP's ``join()``. Backward raises an exception that it raises.
+        Listeners are called in the order in which they were given.
+        """
+        self._listeners.add(listener)
+
+    def ignore_step_end(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` no more; without effect if it is not called."""
+        self._listeners.remove(listener)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients are accumulated without being synchronised; the first backward outside
+        synchronises the sum. For a DDP model it is that of the model."""
+        with self._frontend.no_sync():
+            yield
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """A context whose backwards average gradients without compression and leave residuals alone. It is for
+        gradients that are averaged, and then not used by an optimizer. Every rank has it around the same backwards."""
+        before, self._frontend.runtime.averages_only = self._frontend.runtime.averages_only, True
+        try:
+            yield
+        finally:
+            self._frontend.runtime.averages_only = before
+
+    @outside_inference_mode
+    def discard_step(self) -> None:
+        """Let the last synchronised backward not count, because no optimizer will use its gradients. Every rank calls
+        it, between that backward and the next one.
+
+        Residuals become what they were before that backward, bit for bit, if there is a copy: with ``can_discard=True``
+        or a gradient scaler. Otherwise they are dropped, with what earlier steps have not sent yet, and the first call
+        warns of it. A step without compression leaves nothing behind, and may be discarded, too.
+
+        Raises:
+            RuntimeError: it is closed, or something failed before, or a rank has done other steps. Every rank raises.
+        """
+        frontend = self._frontend
+
+        def check() -> tuple[Runtime, list[str]]:
+            if not frontend.is_open:
+                raise RuntimeError("discard_step: it is closed")
+            if (problem := frontend.runtime.problem) is not None:
+                raise problem
+            return frontend.runtime, [f"step {frontend.runtime.step}"]
+
+        runtime = agreed("discard_step", frontend.group, frontend.device, check)
+        self._optimizers.forget_step()
+        is_lost = [runtime.discard_step(), self._parking.discard_step()]
+        if any(is_lost) and not self._has_dropped:
+            self._has_dropped = True
+            warnings.warn(
+                "gckernels: discard_step has dropped the residuals, because there is no copy of them from before the "
+                "step; with can_discard=True in gckernels.sync.attach they become what they were",
+                stacklevel=2,
+            )
+
+    # ---------------------------------------------------------------- figures
+
+    @property
+    def steps(self) -> int:
+        """The number of synchronised steps, with those of the job that was continued from a checkpoint; while a plan
+        compresses nothing under DDP, only steps with listeners count."""
+        return self._figures.steps
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The decisions about the plan so far, oldest first."""
+        return self._figures.decisions
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """Figures of this rank's steps, oldest first: one sample every 100 steps, and every 10 during the first 100."""
+        return self._figures.samples
+
+    def record_next_step(self) -> None:
+        """Record the stages of the next step on this rank, for :attr:`recorded_step`."""
+        self._figures.record_next_step()
+
+    @property
+    def recorded_step(self) -> RecordedStep | None:
+        """The last recorded step of this rank that has ended. Every hundredth step is recorded, the first one of a plan
+        that follows another, and those that :meth:`record_next_step` asks for; ``None`` before the first. Steps that
+        DDP averages without a hook have no stages, and are not recorded. Its ``plan_fingerprint`` says whether the plan
+        that runs now has made it."""
+        return self._figures.recorded_step
+
+    def sent_nbytes_per_step(self) -> float:
+        """The mean number of bytes that this rank has sent per compressed step of the plan; 0 before the first.
+
+        For a DDP model whose plan compresses nothing, these are the bytes of a step of DDP.
+        """
+        return self._frontend.sent_nbytes_per_step()
+
+    def residual_nbytes(self) -> int:
+        """The bytes that residuals, the factors of low-rank methods, and their copies for a gradient scaler take on
+        this rank."""
+        return self._frontend.runtime.residual_nbytes() + self._parking.nbytes()
+
+    def stats(self) -> dict[str, float | int | str]:
+        """The figures of this rank as a flat dict, which TensorBoard and Weights & Biases take. A figure that is not
+        known yet is left out. Communicates nothing; on a device it waits for the last sample.
+
+        - ``step``: synchronised steps, with those before a checkpoint; ``world_size``: ranks
+        - ``plan``: the fingerprint of the plan that runs; ``policy``: the policy that has found it; ``units`` and
+          ``compressed_units``: units of the plan, and those that are compressed
+        - ``step_s``: the median time of the last steps; ``predicted_s``: that of the plan's prediction;
+          ``plain_s`` and ``speedup``: the measured or predicted step without compression, and how many times as fast
+          the step is now
+        - ``sent_nbytes``, ``plain_nbytes``, ``saved_nbytes``: bytes that this rank sends in a compressed step, would
+          send without compression, and does not send
+        - ``hidden_s``, ``exposed_s``: seconds of communication during backward, and of waiting after it, in the last
+          traced step of this plan; without a hook, in the last step that DDP has timed
+        - ``residual_norm``, ``residual_nbytes``: norm of all residuals at the last sample, and their memory
+        - ``error``: relative error of the gradients, observed, or else predicted
+        - ``decisions``: how many there were
+        """
+        return self._figures.stats()
+
+    def __repr__(self) -> str:
+        """The way of the next step and the last figures in one line, such as ``Attachment(14 BlockQuant(bits=4) by
+        allgather, 3 exact; policy auto; 2 ranks; 5.3 of 40.2 MB per step; step 1,200, 96.1 ms)``."""
+        return f"Attachment({self._figures.described(self._changes.following)})"
+
+    def report(self, path: str | os.PathLike[str], title: str | None = None) -> None:
+        """Write a page about the training so far: its plan, its steps and decisions, and the lanes of a recorded step.
+
+        One HTML file, which needs no network and no other file, for small and large screens::
+
+            if dist.get_rank() == 0:
+                attachment.report("report.html")
+
+        It shows what this rank knows. Communicates nothing, so any rank can call it, at any time; ranks that write at
+        the same time need different paths. A page that exists is replaced as a whole.
+
+        Args:
+            path: path of the file.
+            title: name of the training, for the title; by default the name of the model, if the plan has one.
+
+        Raises:
+            OSError: the file cannot be written. If there was one, it is as it was.
+        """
+        from ..reporting.collecting import collected  # late: most trainings write no report
+        from ..reporting.page import render
+
+        write_whole(path, render(collected(self._frontend, self._figures, self.residual_nbytes(), title)))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank, with which a resumed job continues bit for bit: tensors, ints, texts, and the plan as
+        JSON. Every rank saves its own. ``torch.distributed.checkpoint`` refuses it, and takes the result of
+        :meth:`checkpoint`.
+
+        Decisions and samples are in it, and so is the progress of a tuning. A resumed job goes on with the plan that
+        was found, and its reports show the whole run.
+
+        ``step`` counts the synchronised steps; a DDP model whose plan compresses nothing counts none unless there are
+        listeners (:meth:`on_step_end`). While a plan is changing, this is the state of the one that runs; a job that
+        resumes with that plan can change it again.
+        """
+        return self._saved.state_dict()
+
+    @outside_inference_mode
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> None:
+        """Continue from the state of the same rank of an equally large job, or from the list of the states of all ranks
+        of a job of any size. With a list, all ranks pass the same one and take their part of it.
+
+        Steps, samples and decisions go on, too, and replace those of this object. In a list they are those of its
+        first rank. Without a plan of its own, the plan of the saved job runs; then every rank calls it together.
+
+        Raises:
+            ValueError: the state is from another rank or world size, from a plan with other units or compressors, or
+                damaged; or the list does not have all states of one job. Nothing has been changed.
+        """
+        self._saved.load_state_dict(state)
+
+    def checkpoint(
+        self, reads: str | os.PathLike[str] | StorageReader | None = None, key: str | None = None
+    ) -> Checkpoint:
+        """An object that ``torch.distributed.checkpoint`` (DCP) saves and loads for all ranks together::
+
+            dcp.save({"model": ..., "gckernels": attachment.checkpoint()}, checkpoint_id=path)
+            dcp.load({"model": ..., "gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)
+
+        The job that loads may have another number of ranks, and other programs, as with a list of all states.
+
+        Args:
+            reads: the path of the checkpoint that will be loaded, or a ``StorageReader`` for it. DCP loads into
+                existing tensors, whose shapes depend on the checkpoint. Once loaded, the object can be saved.
+            key: the key under which it was saved in that checkpoint; needed if there are several.
+
+        Raises:
+            TypeError: an argument has another type.
+        """
+        from ..frontends.checkpoint import Checkpoint  # late, because importing DTensor takes half a second
+
+        return Checkpoint(self._saved, reads, key)

@@ -1,0 +1,98 @@
+"""The states of an attachment in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..communication.agreement import agreed
+from ..engine.runtime import Runtime
+from ..frontends.changes import PlanChanges
+from ..frontends.frontend import FrontendProtocol
+from ..frontends.parking import Parking
+from ..plans.plan import Plan
+from ..states.jobs import Job
+from ..stats.history import Journal
+from ..stats.stats import Figures
+from ..tuning.tuning import Tuning
+
+
+class SavedTraining:
+    """The parts of an attachment that checkpoints save and load: what its runtime keeps from step to step, what is
+    parked, and the texts of its figures and its tuning.
+
+    Args:
+        frontend, parking, changes, figures: the parts of the attachment.
+        tuning: finds its plans; ``None`` if it has been given one.
+
+    Attributes:
+        adopts_plans: whether the plan of a saved job runs when that is loaded; then loading is collective.
+    """
+
+    def __init__(
+        self,
+        frontend: FrontendProtocol,
+        parking: Parking,
+        changes: PlanChanges,
+        figures: Figures,
+        tuning: Tuning | None,
+    ) -> None:
+        self._frontend, self.parking, self._changes, self._figures = frontend, parking, changes, figures
+        self._tuning = tuning
+        self.adopts_plans = tuning is not None
+
+    @property
+    def runtime(self) -> Runtime:
+        """Executes the plan that runs now."""
+        return self._frontend.runtime
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank."""
+        parked = self.parking.state_dict()
+        return self.runtime.state_dict() | ({"parked": parked} if parked else {}) | self.notes()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue from a state, or from those of all ranks."""
+        if not self.adopts_plans:
+            job = self.runtime.read(state)
+            take_notes = self.read_notes(job)
+        else:
+
+            def check() -> tuple[tuple[Job, Callable[[], None]], list[str]]:
+                job = self.runtime.read(state)
+                return (job, self.read_notes(job)), [f"step {job.step}", *job.plan.lines()]
+
+            job, take_notes = agreed("load_state_dict", self._frontend.group, self._frontend.device, check)
+            self.adopt(job.plan)
+        self.runtime.take_over(job)
+        take_notes()
+
+    def adopt(self, saved: Plan) -> None:
+        """Let the plan of a saved job run at once, because its residuals are loaded next. Collective."""
+        self._changes.adopt(saved)
+        if self._tuning is not None:
+            self._tuning.adopted()
+
+    def notes(self) -> dict[str, str]:
+        """The texts of a checkpoint, beside what the runtime keeps."""
+        return {"journal": self._figures.journal.to_text()} | ({} if self._tuning is None else self._tuning.notes())
+
+    def read_notes(self, job: Job) -> Callable[[], None]:
+        """A function that continues from the texts of a saved job, and from what it has parked, after its plan and its
+        residuals.
+
+        Raises:
+            ValueError: a text is damaged, or something is parked of no parameter.
+        """
+        take_parked = self.parking.read(job)
+        text, figures = job.notes.get("journal"), self._figures
+        journal = figures.journal if text is None else Journal.from_text(text)
+        take_tuning = None if self._tuning is None else self._tuning.read(job)
+
+        def take() -> None:
+            figures.journal = journal
+            take_parked()
+            if take_tuning is not None:
+                take_tuning()
+
+        return take

@@ -1,0 +1,33 @@
+"""Functions that are called at the end of every synchronised step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Listeners:
+    """The functions to call at the end of each synchronising backward, when gradients have been averaged.
+
+    They are not called for backwards that only accumulate gradients, nor for evaluations. As all ranks call them at the
+    same point, they may use collectives, but not in DDP's ``join()``. Backward raises an exception that one raises.
+
+    Args:
+        follow: called with whether there are listeners, whenever one comes or goes.
+
+    Attributes:
+        functions: the listeners, in the order in which they are called.
+    """
+
+    def __init__(self, follow: Callable[[bool], None]) -> None:
+        self._follow = follow
+        self.functions: tuple[Callable[[], None], ...] = ()
+
+    def add(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` from now on, after those that are there."""
+        self.functions = (*self.functions, listener)
+        self._follow(True)
+
+    def remove(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` no more; without effect if it is not called."""
+        self.functions = tuple(each for each in self.functions if each != listener)
+        self._follow(bool(self.functions))

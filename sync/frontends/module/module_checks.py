@@ -1,0 +1,77 @@
+"""Checks of bare modules and of the plans that are attached to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...plans.parameters import differentiable
+from ...plans.plan import Plan
+from ..checks.models import refuse_sharded, refuse_sparse_parameters, refuse_without_memory
+from ..checks.optimizer_checks import refuse_steps_in_backward
+from ..ownership import refuse_claimed, refuse_wrapped
+from ..request import Request
+
+
+@dataclass(frozen=True)
+class ModuleOptions:
+    """The arguments of ``attach`` that DDP models do not need, because DDP has its own.
+
+    Attributes:
+        bucket_cap_mb: MiB of gradients that are launched together; ``None`` for the default.
+        find_unused_parameters: gradients may be missing when backward ends.
+    """
+
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+
+    def check(self) -> None:
+        """Raise unless both are valid."""
+        cap, unused = self.bucket_cap_mb, self.find_unused_parameters
+        if not (cap is None or (isinstance(cap, int | float) and cap > 0)):
+            raise ValueError(f"attach: bucket_cap_mb must be None or a number above 0, got {cap!r}")
+        if type(unused) is not bool:
+            raise TypeError(f"attach: find_unused_parameters must be True or False, got {unused!r}")
+
+
+def checked_plan(model: torch.nn.Module, request: Request, options: ModuleOptions) -> tuple[Plan, list[str]]:
+    """The plan of a request for a bare module, and the texts that must be the same on all ranks."""
+    refuse_sharded("attach", model)
+    parameters = differentiable(model.named_parameters())
+    if not parameters:
+        raise ValueError("attach: model has no parameters that can have a gradient")
+    refuse_without_memory("attach", parameters)
+    refuse_sparse_parameters("attach", model, parameters)
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"attach: model must be on one device, its parameters are on {found}")
+    refuse_steps_in_backward("attach", parameters)
+    refuse_claimed("attach", _planned(request.plan, parameters))
+    refuse_wrapped("attach", _planned(request.plan, parameters))
+    options.check()
+    return fitting(request, options, parameters)
+
+
+def fitting(
+    request: Request, options: ModuleOptions, parameters: Mapping[str, torch.nn.Parameter]
+) -> tuple[Plan, list[str]]:
+    """The plan of a request for some parameters, and the texts that must be the same on all ranks."""
+    plan, cap = request.plan, options.bucket_cap_mb
+    if cap is not None and isinstance(plan, Plan) and plan.has_launches:
+        raise ValueError(f"attach: bucket_cap_mb must be None for a plan with launches, got {cap}")
+    checked, summary = request.checked(_planned(plan, parameters))
+    settings = f"bucket_cap_mb {cap}, find_unused_parameters {options.find_unused_parameters}"
+    frozen = [f"{name} is frozen" for name, parameter in parameters.items() if not parameter.requires_grad]
+    return checked, [f"{summary}, {settings}", *checked.lines(), *frozen]
+
+
+def _planned(plan: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.nn.Parameter]:
+    """The parameters for which there must be a unit: a plan may leave out frozen ones."""
+    if not isinstance(plan, Plan):
+        return parameters
+    named = {name for unit in plan.units for name in unit.parameters}
+    return {name: each for name, each in parameters.items() if each.requires_grad or name in named}

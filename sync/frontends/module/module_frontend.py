@@ -1,0 +1,209 @@
+"""The front end of models without DistributedDataParallel.
+
+:class:`ModuleFrontend` registers a hook on every parameter. When all gradients of a bucket have been accumulated, it is
+launched, in an order that is the same on all ranks and in all steps; when backward ends, gradients are the means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.utils import _sync_module_states
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...engine.runtime import Runtime
+from ...plans.parameters import differentiable
+from ...plans.plan import Attached, Plan
+from ..checks.models import on_accumulated
+from ..frontend import NO_CALLS, Before, FrontendCalls, Overlap
+from ..ownership import keep_alive
+from ..request import Request
+from .backward import Backward
+from .layouts import Layouts
+from .members import Members
+from .module_checks import ModuleOptions, fitting
+
+_MIB = 2**20
+_BUCKET_CAP_MB = 25.0
+_BROADCAST_NBYTES = 250 * _MIB
+
+
+class ModuleFrontend:
+    """The hooks of a module's parameters, with their buckets. Construction is collective. Parameters and buffers of the
+    module become those of rank 0.
+
+    Args:
+        model: the module, which is not kept.
+        plan: the plan that runs first, which all ranks have agreed on.
+        request: the settings of the attachment.
+        options: the arguments that only bare modules have.
+    """
+
+    kind = Attached.SYNCHRONIZER
+    can_agree = True
+    runtime: Runtime
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, request: Request, options: ModuleOptions) -> None:
+        self.group, self.device = request.group, request.device
+        self._request, self._options = request, options
+        self._members = Members(model, differentiable(model.named_parameters()))
+        _sync_module_states(model, self.group, _BROADCAST_NBYTES, 0, set())
+        self._calls, self.is_open = NO_CALLS, False
+        self._hooks: list[Any] = []
+        self._let_go: Callable[[], None] = lambda: None
+        self._take(self._new_backward(self.new_runtime(plan)))
+
+    def open(self, calls: FrontendCalls) -> None:
+        """Register the hooks, and let the model keep the attachment."""
+        self._calls, weak = calls, weakref.ref(self)
+        self._hooks = [on_accumulated(each, _hook(weak, name)) for name, each in self.parameters().items()]
+        self._optimizers = register_optimizer_step_pre_hook(_before_optimizer(self._members))
+        self._let_go = keep_alive(self.modules, self._model_gone)
+        self.is_open = True
+
+    def close(self) -> None:
+        """Remove the hooks. Gradients are local from then on, and another attachment can be made for the same model."""
+        for hook in self._hooks:
+            hook.remove()
+        if self.is_open:
+            self.is_open = False
+            self._let_go()
+            self._optimizers.remove()
+        self.runtime.close()
+        self._backward.close()
+        self._calls = NO_CALLS
+
+    def _model_gone(self) -> None:
+        """End the attachment, but leave the hooks, which raise from then on: parameters may still be in use."""
+        hooks, self._hooks = self._hooks, []
+        self._calls.close()
+        self._hooks = hooks
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return self._members.modules
+
+    @property
+    def is_outdated(self) -> bool:
+        return self._members.have_changed
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._members.registered()
+
+    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that are not frozen."""
+        return {name: each for name, each in self.parameters().items() if each.requires_grad}
+
+    # ---------------------------------------------------------------- changes of the plan
+
+    def checked(self, request: Request) -> tuple[Plan, list[str]]:
+        return fitting(request, self._options, self.parameters())
+
+    def new_runtime(self, plan: Plan) -> Runtime:
+        return self._request.runtime(plan, self.parameters())
+
+    def is_ready(self, runtime: Runtime, builds_between: bool) -> bool:
+        return True
+
+    def prepared(self, runtime: Runtime) -> Callable[[], None]:
+        runtime.follow(self.runtime)
+        backward = self._new_backward(runtime)
+        backward.prepare()
+
+        def install() -> None:
+            before = self._backward
+            self._take(backward)
+            backward.follow(before)
+            before.close()
+
+        return install
+
+    def abandon(self) -> None:
+        pass  # is_ready begins nothing
+
+    def _new_backward(self, runtime: Runtime) -> Backward:
+        """The backward passes of a runtime, with its buckets."""
+        layouts = Layouts(runtime, self._members, (self._options.bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
+        return Backward(runtime, self._members, layouts, self._options.find_unused_parameters, _end_of_step(self))
+
+    def _take(self, backward: Backward) -> None:
+        """Let the runtime of these backward passes execute its plan."""
+        self._backward, self.runtime = backward, backward.runtime
+        self.averaged_nbytes = backward.nbytes
+
+    # ---------------------------------------------------------------- steps
+
+    def follow_steps(self, wanted: bool) -> None:
+        pass  # the hooks see all steps
+
+    def launch_late(self, before: Before | None) -> None:
+        self._backward.before_late = before
+
+    def deliver_to(self, names: Iterable[str]) -> None:
+        pass  # the hook of each parameter delivers before it takes the gradient
+
+    def _end_step(self) -> None:
+        self.averaged_nbytes = self._backward.nbytes
+        self._calls.end_step()
+
+    @property
+    def averages_now(self) -> bool:
+        return not self._backward.accumulates_only
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which gradients are accumulated without being synchronised; the first backward outside
+        synchronises the sum."""
+        before, self._backward.accumulates_only = self._backward.accumulates_only, True
+        try:
+            yield
+        finally:
+            self._backward.accumulates_only = before
+
+    def overlap(self) -> Overlap | None:
+        return None
+
+    def sent_nbytes_per_step(self) -> float:
+        return self.runtime.sent_nbytes_per_step()
+
+
+def _end_of_step(frontend: ModuleFrontend) -> Callable[[], None]:
+    weak = weakref.ref(frontend)
+
+    def end() -> None:
+        if (frontend := weak()) is not None:
+            frontend._end_step()
+
+    return end
+
+
+def _hook(weak: weakref.ref[ModuleFrontend], name: str) -> Callable[[torch.Tensor], None]:
+    """The hook of a parameter. It refers to nothing that refers to the parameter: torch's hooks are in C++, where the
+    garbage collector sees no cycle."""
+
+    def hook(parameter: torch.Tensor) -> None:
+        frontend = weak()
+        if frontend is None or not frontend.is_open:
+            raise RuntimeError(
+                f"gckernels: the gradient of {name} is not synchronised any more: the model that was given to attach "
+                "is gone; keep the model, or close() the attachment before"
+            )
+        frontend._calls.deliver(name, parameter)
+        frontend._backward.on_gradient(name)
+
+    return hook
+
+
+def _before_optimizer(members: Members) -> Callable[..., None]:
+    """The hook of all optimizers of this process."""
+    weak = weakref.ref(members)
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if (members := weak()) is not None:
+            members.look_before(optimizer)
+
+    return hook

@@ -1,0 +1,61 @@
+"""The settings of a training that finds its plans itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..accuracy.accuracy import AccuracyLike
+from .trials.rules import Phase, stages_of
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Find a plan while the model is trained, and keep it only if it makes steps faster::
+
+        sync.attach(model, sync.Auto(accuracy="aggressive", steps=10_000))
+
+    The links and compressors of the machine are measured when the model is attached, which takes 10 seconds, unless
+    they are known. The first steps are plain ones. Some are recorded; then plans are made, and the best ones run in
+    turns of ten real steps beside plain ones. After 60 steps the fastest stays, often plain averaging. Turns go on if
+    several plans are close, and for up to 400 steps if noise hides whether one is faster. Whatever fails ends this with
+    a warning, and plain averaging goes on.
+
+    Attributes:
+        accuracy: the compressors that may be used. ``"exact"`` is none; ``"safe"`` those that lose nothing;
+            ``"aggressive"`` also those that may lose a little, after a tenth of the training; a number from 0 to 1 the
+            largest relative error of a gradient, which is aggressive above 0.2; or a list of compressors. A plan of a
+            loaded state that it does not allow is left by an exact step.
+        steps: the number of steps of the whole training; needed for aggressive accuracy.
+        replan: whether a new plan is found when the machine or its links have changed.
+
+    :func:`~gckernels.sync.attach` checks the attributes, so that all ranks raise alike.
+    """
+
+    accuracy: AccuracyLike = "safe"
+    steps: int | None = None
+    replan: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.accuracy, Iterator):
+            object.__setattr__(self, "accuracy", tuple(self.accuracy))
+
+    def phases(self, first_step: int) -> tuple[Phase, ...]:
+        """The rules of accuracy, and when they begin.
+
+        Args:
+            first_step: the first step that may be compressed.
+
+        Raises:
+            TypeError, ValueError: an attribute is not valid.
+        """
+        if type(self.replan) is not bool:
+            raise TypeError(f"attach: replan must be True or False, got {self.replan!r}")
+        try:
+            return stages_of(self.accuracy, self.steps, first_step)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"attach: {error}") from None
+
+    def lines(self, first_step: int) -> list[str]:
+        """Texts of all settings, which must be the same on all ranks."""
+        return [f"tuned, steps {self.steps}, replan {self.replan}", *map(str, self.phases(first_step))]
