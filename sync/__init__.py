@@ -6,7 +6,7 @@ from .attaching.attachment import Attachment
 from .engine.timeline_recorder import record_timeline
 from .frontends.request import uniform_plan
 from .plans.builders import exempt_vectors
-from .plans.plan import Attached, Plan, PlanError, UnitPlan
+from .plans.plan import Frontend, Plan, PlanError, UnitPlan
 from .plans.prediction import Prediction
 from .profiling.request import profile
 from .programs.topology import Topology
@@ -16,9 +16,9 @@ from .tracing import ModelTracing, trace_model
 from .tuning.auto import Auto
 
 __all__ = [
-    "Attached",
     "Attachment",
     "Auto",
+    "Frontend",
     "ModelTracing",
     "Plan",
     "PlanError",

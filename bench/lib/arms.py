@@ -132,7 +132,7 @@ class Arm:
     @property
     def compresses(self) -> bool:
         """Whether gckernels synchronises anything, so that a trace of a step has stages."""
-        return self.attachment is not None and any(not unit.in_place for unit in self.attachment.plan.units)
+        return self.attachment is not None and self.attachment.plan.compresses
 
     def step(self) -> tuple[float, float]:
         """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile."""

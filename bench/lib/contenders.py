@@ -18,7 +18,7 @@ from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached, PlanError
+from gckernels.sync.plans.plan import Frontend, PlanError
 from gckernels.sync.traces.model_trace import Trace
 
 EXACT, SAFE, AGGRESSIVE, LOOSER = "exact", "safe", "aggressive", "looser"
@@ -106,7 +106,7 @@ def policy_plans(arms: Collection[str], trace: Trace, pricer: Pricer) -> dict[st
     made: list[dict[str, tuple[str, float]]] = [{}]
     if dist.get_rank() == 0:
         for accuracy in (SAFE, AGGRESSIVE):
-            problem = Problem(trace, pricer, Attached.DDP, allowed_compressors(trace, accuracy))
+            problem = Problem(trace, pricer, Frontend.DDP, allowed_compressors(trace, accuracy))
             for name, policy in STARTS.items():
                 if (arm := f"{POLICY}{name}, {accuracy}") in arms:
                     try:
@@ -126,8 +126,8 @@ def distinct(plans: Mapping[str, sync.Plan]) -> dict[str, str]:
     first: dict[str, str] = {}
     found = {}
     for arm, plan in plans.items():
-        compresses = any(not unit.in_place for unit in plan.units)
-        found[arm] = first.setdefault(plan.attached_by(Attached.DDP).fingerprint(), arm) if compresses else PLAIN
+        compresses = plan.compresses
+        found[arm] = first.setdefault(plan.for_frontend(Frontend.DDP).fingerprint(), arm) if compresses else PLAIN
     return found
 
 

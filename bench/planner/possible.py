@@ -27,7 +27,7 @@ from gckernels.sync.planner.machines.files import load_machine, machine_names
 from gckernels.sync.planner.machines.machine import Floats, Shared
 from gckernels.sync.planner.timeline.launches import launches_of, messages_of
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached, Plan, UnitPlan
+from gckernels.sync.plans.plan import Frontend, Plan, UnitPlan
 from gckernels.sync.programs.layouts import Capabilities, propagate
 from gckernels.sync.programs.residuals import has_part
 from gckernels.sync.programs.sizes import Data, sizes_of
@@ -147,7 +147,7 @@ def _between_machines(step: Step, before: float, after: float, root: int, machin
     return _in_group(step, before, after, machines, root)
 
 
-def ranks_s(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> float:
+def ranks_s(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> float:
     """The seconds that the rank with most to do computes or copies at least, with everything else beside that.
 
     Sending takes processors as well. This is left out, because it is known only as what runs beside it loses.
@@ -157,8 +157,8 @@ def ranks_s(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> flo
     capacities = machine.capacities
     share = min(1.0, capacities.get(machine.computes_on, 1.0))
     seconds[machine.computes_on] += share * (trace.forward_s + trace.backward_s + trace.optimizer_s)
-    for launch in launches_of(plan, trace, attached) if topology.world_size > 1 else ():
-        for message in messages_of(launch, plan, attached):
+    for launch in launches_of(plan, trace, frontend) if topology.world_size > 1 else ():
+        for message in messages_of(launch, plan, frontend):
             unit = message.units[0].plan
             layouts = propagate(message.program, Capabilities.of(unit.compressor), topology)
             for stage in pricer.message(message, launch.dtype):
@@ -177,7 +177,7 @@ def problem_of(
     """The problem in which every tensor may use all compressors."""
     traced, methods = read_trace(trace), tuple(map(gckernels.from_spec, compressors))
     allowed = {tensor.name: methods for tensor in traced.tensors} if methods else {}
-    return Problem(traced, Pricer(load_machine(machine)), Attached.SYNCHRONIZER, allowed, places)
+    return Problem(traced, Pricer(load_machine(machine)), Frontend.MODULE, allowed, places)
 
 
 def rows_of(machine: str, trace: str, compressors: Sequence[str]) -> Iterator[dict[str, str]]:
@@ -187,7 +187,7 @@ def rows_of(machine: str, trace: str, compressors: Sequence[str]) -> Iterator[di
         found = POLICIES["none" if plan == "none" else "auto"](problem)
         assert isinstance(problem.machine, Description)
         links = links_s(found, problem.trace, problem.machine)
-        ranks, step_s = ranks_s(found, problem.trace, problem.pricer, problem.attached), problem.step_s(found)
+        ranks, step_s = ranks_s(found, problem.trace, problem.pricer, problem.frontend), problem.step_s(found)
         milliseconds = {"step_ms": step_s, "links_ms": links, "ranks_ms": ranks}
         yield (
             {"machine": machine, "trace": trace, "plan": plan}

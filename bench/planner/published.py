@@ -33,7 +33,7 @@ from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached, Plan, PlanError
+from gckernels.sync.plans.plan import Frontend, Plan, PlanError
 from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import Trace
 from gckernels.sync.traces.trace_files import read_trace, trace_names
@@ -64,7 +64,7 @@ def problem_of(machine: str, trace: Trace, compressor: str, whole: bool) -> Prob
     methods = (gckernels.from_spec(compressor),)
     pricer, places = Pricer(load_machine(machine)), (Place.DEVICE, Place.HOST) if whole else (Place.DEVICE,)
     allowed = {tensor.name: methods for tensor in trace.tensors}
-    problem = Problem(trace, pricer, Attached.SYNCHRONIZER, allowed, places)
+    problem = Problem(trace, pricer, Frontend.MODULE, allowed, places)
     if whole:
         return problem
     tensors = trace.tensors[: max(usual_launches(problem)[:LAUNCHES][-1]) + 1]

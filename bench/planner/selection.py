@@ -41,7 +41,7 @@ from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.search.search import Search
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs.steps import Place
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 
@@ -80,14 +80,14 @@ def trace_of(shapes: list[tuple[int, ...]]) -> Trace:
 
 
 def problem_of(
-    trace: Trace, machine: str, specs: tuple[str, ...], attached: Attached = Attached.SYNCHRONIZER, **more: object
+    trace: Trace, machine: str, specs: tuple[str, ...], frontend: Frontend = Frontend.MODULE, **more: object
 ) -> Problem:
     """A problem in which all tensors with two dimensions or more may use all compressors."""
     compressors = tuple(map(gckernels.from_spec, specs))
     allowed: dict[str, tuple[Compressor, ...]] = {
         tensor.name: compressors for tensor in trace.tensors if tensor.shape is None or len(tensor.shape) > 1
     }
-    return Problem(trace, Pricer(load_machine(machine)), attached, allowed, **more)  # type: ignore[arg-type]
+    return Problem(trace, Pricer(load_machine(machine)), frontend, allowed, **more)  # type: ignore[arg-type]
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -108,7 +108,7 @@ def speed() -> Iterator[Row]:
     problem = Problem(
         distinct,
         problem.pricer,
-        problem.attached,
+        problem.frontend,
         dict.fromkeys((tensor.name for tensor in distinct.tensors), (gckernels.EFSignSGD(),)),
     )
     search, options = Search(problem), all_options(problem)
@@ -168,10 +168,10 @@ def small_problem(rng: random.Random) -> Problem:
             tensors.append(TracedTensor(name, int(10 ** rng.uniform(2.5, 7)), ready_s))
         buckets.append(tuple(names))
     trace = Trace("random", tuple(tensors), ready_s, buckets=tuple(buckets))
-    problem = problem_of(trace, rng.choice(("lab", "two-sites-1gbit", "utility-p3-8xlarge")), (), Attached.DDP)
+    problem = problem_of(trace, rng.choice(("lab", "two-sites-1gbit", "utility-p3-8xlarge")), (), Frontend.DDP)
     machine = Trusted.of(scaled(problem.machine, bandwidth_bit_per_s=10 ** rng.uniform(8, 11)))
     compressors = tuple(map(gckernels.from_spec, rng.sample(COMPRESSORS, rng.choice((1, 2)))))
-    return Problem(trace, Pricer(machine), Attached.DDP, {tensor.name: compressors for tensor in tensors})
+    return Problem(trace, Pricer(machine), Frontend.DDP, {tensor.name: compressors for tensor in tensors})
 
 
 def distances() -> Iterator[Row]:

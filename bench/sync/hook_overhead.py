@@ -66,13 +66,13 @@ class Arms:
         self.models: dict[str, torch.nn.Module] = {name: self._wrapped() for name in ("plain", "plain again")}
         self.models["torch's hook"] = self._wrapped()
         self.models["torch's hook"].register_comm_hook(None, allreduce_hook)
-        self.models["dense buckets"] = self._attached("EFSignSGD", None, NEVER)
-        self.models["closed"] = closed = self._attached("EFSignSGD", None)
+        self.models["dense buckets"] = self._frontend("EFSignSGD", None, NEVER)
+        self.models["closed"] = closed = self._frontend("EFSignSGD", None)
         for _ in range(3):
             step_seconds(closed, batch)
         self._handles.pop().close()
         for name, program in (("allreduce", sync.programs.ALLREDUCE), ("allgather", sync.programs.ALLGATHER)):
-            self.models[f"identity {name}"] = self._attached("Identity", program)
+            self.models[f"identity {name}"] = self._frontend("Identity", program)
             self.models[f"synchronizer {name}"] = alone = mlp().to(device)
             plan = sync.uniform_plan(alone, gckernels.Identity(), program=program)
             self._handles.append(sync.attach(alone, plan, bucket_cap_mb=BUCKET_CAP_MB))

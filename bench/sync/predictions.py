@@ -53,7 +53,7 @@ from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import Trace
 from gckernels.sync.traces.trace_files import write_trace
 
@@ -211,7 +211,7 @@ def _planned(trace: Trace, pricer: Pricer, model: torch.nn.Module, topology: syn
         predicted_s: float | None
         for name, (plan, planning_s) in plans.items():
             try:
-                predicted_s = timeline(plan, trace, pricer, Attached.DDP).step_s
+                predicted_s = timeline(plan, trace, pricer, Frontend.DDP).step_s
             except MachineError as error:
                 print(f"{name}: not predicted: {error}", flush=True)
                 predicted_s = None
@@ -232,10 +232,10 @@ def _plan_of(
     """The plan of an arm, and the seconds that its choice took."""
     start_s = time.perf_counter()
     if name in (PLAIN, AGAIN):
-        plan = POLICIES["none"](Problem(trace, pricer, Attached.DDP))
+        plan = POLICIES["none"](Problem(trace, pricer, Frontend.DDP))
     elif name in AUTO:
         allowed = allowed_compressors(trace, [gckernels.from_spec(spec) for spec in AUTO[name]])
-        plan = POLICIES["auto"](Problem(trace, pricer, Attached.DDP, allowed))
+        plan = POLICIES["auto"](Problem(trace, pricer, Frontend.DDP, allowed))
     else:
         compressor, program = THROUGH.get(name, (name, None))
         plan = sync.uniform_plan(model, compressor, program=program, topology=topology)

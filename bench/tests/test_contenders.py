@@ -78,7 +78,7 @@ def test_equal_plans_are_measured_once(model):
     plans = {
         "a": plan,
         "b": sync.uniform_plan(model, "EFSignSGD", world_size=2),
-        "c": plan.attached_by(sync.Attached.DDP),
+        "c": plan.for_frontend(sync.Frontend.DDP),
         "d": nothing,
     }
     assert distinct(plans) == {"a": "a", "b": "b", "c": "a", "d": PLAIN}

@@ -18,7 +18,7 @@ from gckernels.sync.planner.drafts.options import all_options, placed, variants
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 
@@ -32,9 +32,7 @@ def problem_of(
     places: tuple[Place, ...] = DEVICE,
 ) -> Problem:
     allowed = dict.fromkeys((tensor.name for tensor in tensors), (gckernels.EFSignSGD(), gckernels.DGC()))
-    return Problem(
-        Trace("m", tensors, backward_s), Pricer(load_machine(machine)), Attached.SYNCHRONIZER, allowed, places
-    )
+    return Problem(Trace("m", tensors, backward_s), Pricer(load_machine(machine)), Frontend.MODULE, allowed, places)
 
 
 def random_problem(rng: random.Random, machine: str, places: tuple[Place, ...]) -> Problem:

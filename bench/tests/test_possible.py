@@ -16,7 +16,7 @@ from gckernels.sync.planner.machines.parts import Copies, DescribedLink, Gpu, Ho
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Place, enumerate_programs, ring
 from gckernels.sync.programs.steps import Broadcast
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
@@ -54,7 +54,7 @@ def random_trace(draw: random.Random) -> Trace:
     return Trace("random", tuple(tensors), ready_s + draw.choice((0.0, 1e-3)), draw.choice((0.0, 1e-3)), 1e-4)
 
 
-def random_plan(draw: random.Random, trace: Trace, topology: Topology, attached: Attached) -> Plan:
+def random_plan(draw: random.Random, trace: Trace, topology: Topology, frontend: Frontend) -> Plan:
     """A plan with any programs and roots, of which the roots may all be the same."""
     spec = draw.choice(("BlockQuant", "EFSignSGD", "Cast16", "TopK(ratio=0.05)"))
     compressor, places = gckernels.from_spec(spec), draw.choice(((Place.DEVICE,), tuple(Place)))
@@ -68,20 +68,20 @@ def random_plan(draw: random.Random, trace: Trace, topology: Topology, attached:
     for number, tensor in enumerate(reversed(trace.tensors)):
         program = draw.choice(chosen)
         method = compressor if any(type(step).__name__ == "Encode" for step in program) else gckernels.Identity()
-        launch = None if attached == Attached.DDP else len(trace.tensors) - 1 - number
+        launch = None if frontend == Frontend.DDP else len(trace.tensors) - 1 - number
         unit = UnitPlan(tensor.name, tensor.numel, method, program, False, root=draw.choice(roots), launch=launch)
         units.append(unit)
-    plan = Plan(tuple(units), topology, channels=draw.randint(1, 2), attached=attached)
+    plan = Plan(tuple(units), topology, channels=draw.randint(1, 2), frontend=frontend)
     return plan.parted(1 << 18) if draw.random() < 0.5 else plan
 
 
 def check(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
-        machine, trace, attached = random_machine(draw), random_trace(draw), draw.choice(list(Attached))
-        plan, pricer = random_plan(draw, trace, machine.topology, attached), Pricer(machine)
-        least_s = max(links_s(plan, trace, machine), ranks_s(plan, trace, pricer, attached))
-        assert timeline(plan, trace, pricer, attached).step_s >= least_s * ROUNDING, seed
+        machine, trace, frontend = random_machine(draw), random_trace(draw), draw.choice(list(Frontend))
+        plan, pricer = random_plan(draw, trace, machine.topology, frontend), Pricer(machine)
+        least_s = max(links_s(plan, trace, machine), ranks_s(plan, trace, pricer, frontend))
+        assert timeline(plan, trace, pricer, frontend).step_s >= least_s * ROUNDING, seed
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -110,6 +110,6 @@ def test_no_policy_finds_an_impossible_step(machine, trace):
         plan = policy(problem)
         least_s = max(
             links_s(plan, problem.trace, problem.machine),
-            ranks_s(plan, problem.trace, problem.pricer, problem.attached),
+            ranks_s(plan, problem.trace, problem.pricer, problem.frontend),
         )
         assert problem.step_s(plan) >= least_s * ROUNDING, name

@@ -20,7 +20,7 @@ from ..frontends.module.module_checks import ModuleOptions
 from ..frontends.module.module_frontend import ModuleFrontend
 from ..frontends.ownership import end_spent
 from ..frontends.request import Request
-from ..plans.plan import Attached, Plan
+from ..plans.plan import Frontend, Plan
 from ..tuning.auto import Auto
 from .attachment import Attachment
 
@@ -112,7 +112,7 @@ def attach(
     is_ddp, device = isinstance(model, DistributedDataParallel), device_of(model)
     group = model.process_group if isinstance(model, DistributedDataParallel) else process_group
     request = Request(
-        Attached.DDP if is_ddp else Attached.SYNCHRONIZER,
+        Frontend.DDP if is_ddp else Frontend.MODULE,
         group or dist.distributed_c10d._get_default_group(),
         device,
         Identity() if isinstance(plan, Auto) else plan,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from ..planner.machines.machine import MachineError
 from ..planner.timeline.events import timeline_events
 from ..planner.timeline.timeline import Timeline
-from ..plans.plan import Attached, PlanError
+from ..plans.plan import Frontend, PlanError
 from .common.console import Console
 from .common.error_bars import Band
 from .common.files import write
@@ -61,7 +61,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     for path, each in plans.items():
         explanation.check_model(path, each, trace)
     if plan.made_for is not None:
-        given.attached = _attached(given, plan.made_for)
+        given.frontend = _frontend(given, plan.made_for)
     problem, caveats = problem_of(given, trace, machine)
     band = Band.of(machine, trace)
     try:
@@ -97,10 +97,10 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     return Exit.OK
 
 
-def _attached(given: argparse.Namespace, made_for: Attached) -> str:
-    """The way to attach a plan that can be attached in one way only."""
-    if given.attached not in (None, made_for.value):
-        raise wrong_use(f"--attached {given.attached}: {given.plan} is for {made_for.value}", "leave it out")
+def _frontend(given: argparse.Namespace, made_for: Frontend) -> str:
+    """The way to attach a plan that can be frontend in one way only."""
+    if given.frontend not in (None, made_for.value):
+        raise wrong_use(f"--frontend {given.frontend}: {given.plan} is for {made_for.value}", "leave it out")
     return made_for.value
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.runtime import Runtime
-from ..plans.plan import Attached, Plan
+from ..plans.plan import Frontend, Plan
 from .request import Request
 
 Before = Callable[[Sequence[Sequence[torch.Tensor]]], None]
@@ -82,7 +82,7 @@ class FrontendProtocol(Protocol):
     """
 
     @property
-    def kind(self) -> Attached: ...
+    def kind(self) -> Frontend: ...
     @property
     def group(self) -> dist.ProcessGroup: ...
     @property

@@ -19,14 +19,14 @@ from gckernels.ops import Identity
 from ..engine.runtime import Runtime
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
 from ..plans.builders import plan_of_parameters
-from ..plans.plan import Attached, Plan, PlanError
+from ..plans.plan import Frontend, Plan, PlanError
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
 from .budget import within_budget
 from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
 
 _CALLER = "attach"
-_SERVED = {Attached.DDP: "DistributedDataParallel models", Attached.SYNCHRONIZER: "bare modules"}
+_SERVED = {Frontend.DDP: "DistributedDataParallel models", Frontend.MODULE: "bare modules"}
 
 
 def uniform_plan(
@@ -97,7 +97,7 @@ class Request:
         device: the device of the gradients.
     """
 
-    frontend: Attached
+    frontend: Frontend
     group: dist.ProcessGroup
     device: torch.device
     plan: Plan | Compressor | str
@@ -184,10 +184,10 @@ class Request:
         made_for = plan.made_for
         if made_for in (None, self.frontend):
             return
-        why = "its units have launches, and DDP has its own buckets" if plan.has_launches else "it says so (attached)"
+        why = "its units have launches, and DDP has its own buckets" if plan.has_launches else "it says so (frontend)"
         raise PlanError(
-            f"{_CALLER}: the plan is for {_SERVED[made_for]}: {why}; make a plan with gckernels plan --attached "
-            f"{self.frontend.value}, or pass plan.attached_by(sync.{self.frontend})"
+            f"{_CALLER}: the plan is for {_SERVED[made_for]}: {why}; make a plan with gckernels plan --frontend "
+            f"{self.frontend.value}, or pass plan.for_frontend(sync.{self.frontend})"
         )
 
     def _check_settings(self) -> None:

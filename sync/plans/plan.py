@@ -26,19 +26,19 @@ from .parameters import differentiable
 from .prediction import Prediction
 from .units import MAX_CHANNELS, PlanError, UnitPlan, parted, with_spread_roots
 
-__all__ = ["Attached", "Plan", "PlanError", "UnitPlan"]
+__all__ = ["Frontend", "Plan", "PlanError", "UnitPlan"]
 
 FORMAT = "gckernels.plan"
 VERSION = 2
 READ_VERSIONS = (1, 2)
-_ENTRIES = ("format", "version", "topology", "channels", "attached", "start_step", "prediction", "units")
+_ENTRIES = ("format", "version", "topology", "channels", "frontend", "start_step", "prediction", "units")
 
 
-class Attached(Enum):
-    """The way by which a plan is attached to a model."""
+class Frontend(Enum):
+    """The kind of model that a plan is for, by what brings its gradients."""
 
-    DDP = "ddp"  # DDP models: their own buckets
-    SYNCHRONIZER = "synchronizer"  # bare modules: the launches of the plan
+    DDP = "ddp"  # a DDP model, with its own buckets
+    MODULE = "module"  # a bare module, with the launches of the plan
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Plan:
         topology: the machines and devices that the plan is made for; ``None`` for any number of ranks, with flat
             programs.
         channels: the number of messages of a phase that can be sent at the same time, from 1 to 64.
-        attached: the way by which the plan is to be attached; ``None`` for both. Plans with launches are for
+        frontend: the kind of model that the plan is for; ``None`` for both. Plans with launches are for
             bare modules.
         start_step: the first step that is compressed. The argument ``start_step`` of the training counts as well, and
             the larger of the two decides.
@@ -64,23 +64,23 @@ class Plan:
     units: tuple[UnitPlan, ...]
     topology: Topology | None = None
     channels: int = 1
-    attached: Attached | None = None
+    frontend: Frontend | None = None
     start_step: int = 0
     prediction: Prediction | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.channels) is not int or not 1 <= self.channels <= MAX_CHANNELS:
             raise PlanError(f"plan: channels must be an int from 1 to {MAX_CHANNELS}, got {self.channels!r}")
-        if self.attached is not None and not isinstance(self.attached, Attached):
-            raise PlanError(f"plan: attached must be None or an Attached, got {self.attached!r}")
+        if self.frontend is not None and not isinstance(self.frontend, Frontend):
+            raise PlanError(f"plan: frontend must be None or a Frontend, got {self.frontend!r}")
         if type(self.start_step) is not int or self.start_step < 0:
             raise PlanError(f"plan: start_step must be an int from 0 up, got {self.start_step!r}")
         if self.prediction is not None and not isinstance(self.prediction, Prediction):
             raise PlanError(f"plan: prediction must be None or a Prediction, got {self.prediction!r}")
         if wrong := contradictions(self.units, self.channels):
             raise PlanError("plan contradicts itself:\n  " + "\n  ".join(wrong))
-        if self.has_launches and self.attached == Attached.DDP:
-            raise PlanError("plan: attached must be None or Attached.SYNCHRONIZER, because its units have launches")
+        if self.has_launches and self.frontend == Frontend.DDP:
+            raise PlanError("plan: frontend must be None or Frontend.MODULE, because its units have launches")
 
     @property
     def has_launches(self) -> bool:
@@ -93,9 +93,9 @@ class Plan:
         return any(not unit.in_place for unit in self.units)
 
     @property
-    def made_for(self) -> Attached | None:
-        """The only way by which the plan can be attached; ``None`` for both."""
-        return Attached.SYNCHRONIZER if self.has_launches else self.attached
+    def made_for(self) -> Frontend | None:
+        """The only kind of model that the plan can be attached to; ``None`` for both."""
+        return Frontend.MODULE if self.has_launches else self.frontend
 
     def with_units(self, units: Iterable[UnitPlan]) -> Plan:
         """The plan with other units, and without its prediction, unless the units are the same."""
@@ -124,14 +124,14 @@ class Plan:
         """
         return self.with_units(with_spread_roots(self.units, world_size))
 
-    def attached_by(self, attached: Attached | None) -> Plan:
-        """The plan for another way to attach it, without its prediction. For DDP it loses its launches."""
-        if attached == self.attached:
+    def for_frontend(self, frontend: Frontend | None) -> Plan:
+        """The plan for another kind of model, without its prediction. For DDP it loses its launches."""
+        if frontend == self.frontend:
             return self
         units = self.units
-        if attached == Attached.DDP:
+        if frontend == Frontend.DDP:
             units = tuple(replace(unit, launch=None) for unit in units)
-        return replace(self, units=units, attached=attached, prediction=None)
+        return replace(self, units=units, frontend=frontend, prediction=None)
 
     # ---------------------------------------------------------------- JSON and files
 
@@ -146,7 +146,7 @@ class Plan:
             "version": VERSION,
             "topology": None if self.topology is None else asdict(self.topology),
             "channels": self.channels,
-            "attached": None if self.attached is None else self.attached.value,
+            "frontend": None if self.frontend is None else self.frontend.value,
             "start_step": self.start_step,
         }
 
@@ -167,14 +167,14 @@ class Plan:
             raise PlanError("plan: expected a list of units")
         if unknown := record.keys() - _ENTRIES:
             raise PlanError(f"plan: there is no entry {min(unknown)!r}; allowed are {', '.join(_ENTRIES)}")
-        channels, topology, attached = record.get("channels", 1), record.get("topology"), record.get("attached")
+        channels, topology, frontend = record.get("channels", 1), record.get("topology"), record.get("frontend")
         try:
             topology = None if topology is None else Topology(**topology)
         except (TypeError, ValueError) as error:
             raise PlanError(f"plan: the topology is not valid: {error}") from error
-        ways = {each.value: each for each in Attached}
-        if attached is not None and (not isinstance(attached, str) or attached not in ways):
-            raise PlanError(f"plan: attached must be null, {' or '.join(map(repr, ways))}, got {attached!r}")
+        ways = {each.value: each for each in Frontend}
+        if frontend is not None and (not isinstance(frontend, str) or frontend not in ways):
+            raise PlanError(f"plan: frontend must be null, {' or '.join(map(repr, ways))}, got {frontend!r}")
         units = []
         for index, unit in enumerate(record["units"]):
             try:
@@ -183,7 +183,7 @@ class Plan:
                 raise PlanError(f"plan: unit {index} is not valid: {error!r}") from error
         found = record.get("prediction")
         prediction = None if found is None else Prediction.from_json(found)
-        made_for = None if attached is None else ways[attached]
+        made_for = None if frontend is None else ways[frontend]
         return Plan(tuple(units), topology, channels, made_for, record.get("start_step", 0), prediction)
 
     def save(self, path: str | os.PathLike[str]) -> None:

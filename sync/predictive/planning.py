@@ -32,7 +32,7 @@ from ..planner.machines.resting import RestingMachine
 from ..planner.starts import STARTS
 from ..planner.timeline.pricing import Pricer
 from ..plans.names import short_spec, summary_of
-from ..plans.plan import Attached, Plan, PlanError
+from ..plans.plan import Frontend, Plan, PlanError
 from ..programs.stages import StageKind
 from ..programs.steps import Place
 from ..stats.decisions import LOGGER
@@ -96,7 +96,7 @@ class Proposal:
 def proposal(
     trace: Trace,
     machine: Machine,
-    attached: Attached,
+    frontend: Frontend,
     stage: Phase,
     since: Since = _NOTHING,
     rest: Callable[[], None] = lambda: None,
@@ -106,7 +106,7 @@ def proposal(
     Args:
         trace: the recorded steps.
         machine: the ranks.
-        attached: the way to attach the plans.
+        frontend: the way to attach the plans.
         stage: the rule of accuracy.
         since: their changes since they were measured.
         rest: called often meanwhile.
@@ -117,7 +117,7 @@ def proposal(
     start_s = time.thread_time()
     trusted, notes = _trusted(machine, stage.methods)
     allowed = allowed_compressors(trace, stage.accuracy)
-    choice = choice_of(Problem(trace, Pricer(RestingMachine(since.applied(trusted), rest)), attached, allowed))
+    choice = choice_of(Problem(trace, Pricer(RestingMachine(since.applied(trusted), rest)), frontend, allowed))
     return Proposal(finalists(choice), choice.none.step_s, tuple(notes), time.thread_time() - start_s)
 
 
@@ -152,7 +152,7 @@ def proposed(
     def read() -> Proposal:
         found = Proposal.from_text(text)
         plans = {plan.fingerprint(): plan for plan in map(fitted, found.finalists)}
-        return replace(found, finalists=tuple(filter(_compresses, plans.values())))
+        return replace(found, finalists=tuple(plan for plan in plans.values() if plan.compresses))
 
     found = together(group, device, read)
     if ranks.rank == 0 and isinstance(found, Proposal):
@@ -178,7 +178,7 @@ def finalists(choice: Choice, most: int = FINALISTS) -> tuple[Plan, ...]:
         most: the number of plans at most.
     """
     none_s = choice.none.step_s
-    rows = sorted((row for row in choice.rows if _compresses(row.plan)), key=lambda row: row.step_s)
+    rows = sorted((row for row in choice.rows if row.plan.compresses), key=lambda row: row.step_s)
     gains_much = bool(rows) and rows[0].step_s <= MUCH * none_s
     by_kind: dict[object, Row] = {}
     known: set[str] = set()
@@ -188,10 +188,6 @@ def finalists(choice: Choice, most: int = FINALISTS) -> tuple[Plan, ...]:
             is_uniform = row.policy.partition(":")[0] == "all"
             by_kind.setdefault((_kind(row.plan), gains_much and is_uniform), row)
     return tuple(_predicted(row, choice) for row in list(by_kind.values())[:most])
-
-
-def _compresses(plan: Plan) -> bool:
-    return any(not unit.in_place for unit in plan.units)
 
 
 def _kind(plan: Plan) -> object:

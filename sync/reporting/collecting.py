@@ -13,7 +13,7 @@ from gckernels.ops import Identity
 
 from ..frontends.frontend import FrontendProtocol
 from ..plans.names import program_name, short_spec
-from ..plans.plan import Attached
+from ..plans.plan import Frontend
 from ..plans.strides import in_reals
 from ..plans.units import UnitPlan
 from ..programs.sizes import allreduce_sent_nbytes, sent_nbytes, sizes_of
@@ -21,7 +21,7 @@ from ..programs.topology import Topology
 from ..stats.stats import Figures
 from .data import ReportData, UnitRow
 
-_AVERAGERS = {Attached.DDP: "DistributedDataParallel", Attached.SYNCHRONIZER: "a bare module"}
+_AVERAGERS = {Frontend.DDP: "DistributedDataParallel", Frontend.MODULE: "a bare module"}
 
 
 def collected(

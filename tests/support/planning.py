@@ -12,7 +12,7 @@ from gckernels.sync import Topology
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.machine import Floats, MachineError, Overheads, Price, Shared
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.traces.model_trace import Trace
@@ -64,8 +64,8 @@ class SimpleMachine:
 
 
 def problem_of(
-    trace: Trace, attached: Attached, compressors: tuple[Compressor, ...] = (), **machine: object
+    trace: Trace, frontend: Frontend, compressors: tuple[Compressor, ...] = (), **machine: object
 ) -> Problem:
     """A problem in which every tensor may use all ``compressors``."""
     allowed = {tensor.name: compressors for tensor in trace.tensors}
-    return Problem(trace, Pricer(SimpleMachine(**machine)), attached, allowed)
+    return Problem(trace, Pricer(SimpleMachine(**machine)), frontend, allowed)

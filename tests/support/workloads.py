@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from gckernels.compressor import Compressor
-from gckernels.sync import Attached, Attachment, Plan, Topology, UnitPlan
+from gckernels.sync import Attachment, Frontend, Plan, Topology, UnitPlan
 from gckernels.sync.programs import PROGRAMS, Place, Program, ProgramError
 from gckernels.sync.programs.sizes import sizes_of
 from gckernels.sync.programs.steps import Coding
@@ -125,7 +125,7 @@ def launched(plan: Plan, how: str) -> Plan:
         units = [dataclasses.replace(unit, message=2 * unit.launch + i % 2) for i, unit in enumerate(units)]
     if how == "channels":
         units = [dataclasses.replace(unit, channel=index % 3) for index, unit in enumerate(units)]
-    return Plan(tuple(units), channels=3, attached=Attached.SYNCHRONIZER)
+    return Plan(tuple(units), channels=3, frontend=Frontend.MODULE)
 
 
 def nccl_group() -> dist.ProcessGroup:

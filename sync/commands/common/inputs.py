@@ -24,7 +24,7 @@ from ...planner.machines.profile import Profile
 from ...planner.timeline.pricing import Pricer
 from ...plans.arguments import as_method
 from ...plans.names import short_spec
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 from ...programs.steps import Place
 from ...traces.model_trace import Trace
 from ...traces.trace_files import read_trace, trace_names
@@ -110,8 +110,8 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", action="store_true", help="encode and decode on the CPU of the machine, too")
     parser.add_argument(
-        "--attached",
-        choices=[each.value for each in Attached],
+        "--frontend",
+        choices=[each.value for each in Frontend],
         help="plan for a DDP model with its buckets, or for a bare module, which launches what the plan says "
         "(default: ddp if the trace has DDP's buckets)",
     )
@@ -159,11 +159,11 @@ def check_pictures(path: str | None) -> None:
         raise wrong_use("--png needs matplotlib, which is not installed", "pip install matplotlib")
 
 
-def attached_of(given: str | None, trace: Trace) -> Attached:
+def frontend_of(given: str | None, trace: Trace) -> Frontend:
     """The way to attach the plan: the given one, or else DDP if the trace has its buckets."""
     if given is None:
-        return Attached.DDP if trace.buckets else Attached.SYNCHRONIZER
-    return Attached(given)
+        return Frontend.DDP if trace.buckets else Frontend.MODULE
+    return Frontend(given)
 
 
 def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tuple[Problem, Caveats]:
@@ -186,7 +186,7 @@ def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tup
             raise bad_data(f"{given.machine}: {lacking}", f"{MAKE_MACHINE}, with nothing else running")
         priced = {method: has_prices(machine, method) for methods in allowed.values() for method in methods}
         allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
-        problem = Problem(trace, Pricer(machine), attached_of(given.attached, trace), allowed, places)
+        problem = Problem(trace, Pricer(machine), frontend_of(given.frontend, trace), allowed, places)
         unpriced = (short_spec(method) for method, is_priced in priced.items() if not is_priced)
         specs = tuple(dict.fromkeys(map(short_spec, priced)))
         named = accuracy if isinstance(accuracy, list) else []

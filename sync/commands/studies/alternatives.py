@@ -56,7 +56,7 @@ def alternatives(
         also: more compressors to try, whether they are allowed or not.
     """
     units = [unit for unit in plan.units if unit.key in keys]
-    now_s = timeline(plan, problem.trace, problem.pricer, problem.attached).step_s
+    now_s = timeline(plan, problem.trace, problem.pricer, problem.frontend).step_s
     trial = partial(_tried, problem, plan, now_s)
     used = {unit.compressor for unit in units if not isinstance(unit.compressor, Identity)}
     if any(not unit.in_place for unit in units):
@@ -95,7 +95,7 @@ def _tried(
             dtype = problem.trace.tensors[_number(problem, unit.parameter)].dtype
             sizes_of(unit.program, unit.numel, dtype, unit.compressor, problem.topology)
         other = replace(plan, units=units, topology=problem.topology)
-        step_s = timeline(other, problem.trace, problem.pricer, problem.attached).step_s
+        step_s = timeline(other, problem.trace, problem.pricer, problem.frontend).step_s
     except (PlanError, ProgramError, MachineError):
         return
     compressed = [unit for unit in changed if not isinstance(unit.compressor, Identity)]

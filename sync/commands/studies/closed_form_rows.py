@@ -129,7 +129,7 @@ def _codec_s(problem: Problem, methods: list[Compressor], sources: int) -> float
 
 def _row(problem: Problem, name: str, closed: ClosedForm, option: Option) -> ClosedFormRow:
     plan = plan_of(problem, draft_of_launches(usual_launches(problem), option))
-    found = timeline(plan, problem.trace, problem.pricer, problem.attached)
+    found = timeline(plan, problem.trace, problem.pricer, problem.frontend)
     row = ClosedFormRow(name, closed, found.backward_s + found.exposed_s, "")
     if abs(row.difference) <= AGREES:
         return row

@@ -111,7 +111,7 @@ def enough_ratio(problem: Problem, best: Plan) -> EnoughRatio:
         pricer, steps = Pricer(machine), []
         for plan in plans:
             with contextlib.suppress(MachineError, PlanError, ProgramError):
-                steps.append(timeline(plan, problem.trace, pricer, problem.attached).step_s)
+                steps.append(timeline(plan, problem.trace, pricer, problem.frontend).step_s)
         return min(steps)
 
     least_s, low, high = step_s(MAX_RATIO), 1.0, MAX_RATIO

@@ -21,7 +21,7 @@ from ...planner.timeline.pricing import Pricer
 from ...planner.timeline.timeline import Timeline, timeline
 from ...plans.names import program_name, short_spec
 from ...plans.numbers import plural
-from ...plans.plan import Attached, Plan, PlanError
+from ...plans.plan import Frontend, Plan, PlanError
 from ...programs.topology import Topology
 from ...traces.model_trace import Trace
 from ...traces.trace_records import fingerprint as trace_fingerprint
@@ -119,8 +119,8 @@ def explain_unit(problem: Problem, plan: Plan, name: str) -> tuple[MessageRow, .
 
 
 def judged(problem: Problem, plan: Plan) -> Timeline:
-    """The timeline of a plan, attached in the only way that it can be, or else as the problem says."""
-    return timeline(plan, problem.trace, problem.pricer, plan.made_for or problem.attached)
+    """The timeline of a plan, frontend in the only way that it can be, or else as the problem says."""
+    return timeline(plan, problem.trace, problem.pricer, plan.made_for or problem.frontend)
 
 
 def what_if(problem: Problem, plan: Plan) -> dict[str, float]:
@@ -130,7 +130,7 @@ def what_if(problem: Problem, plan: Plan) -> dict[str, float]:
         "free codecs": scaled(problem.machine, codec_speed=math.inf),
     }
     return {
-        name: timeline(plan, problem.trace, Pricer(machine), problem.attached).step_s
+        name: timeline(plan, problem.trace, Pricer(machine), problem.frontend).step_s
         for name, machine in machines.items()
     }
 
@@ -170,7 +170,7 @@ def check_model(path: str, plan: Plan, trace: Trace) -> None:
         CommandError: it is.
     """
     try:
-        launches_of(plan, trace, plan.made_for or Attached.SYNCHRONIZER)
+        launches_of(plan, trace, plan.made_for or Frontend.MODULE)
     except PlanError as error:
         raise bad_data(f"{path}: {error}", MAKE_PLAN) from None
 

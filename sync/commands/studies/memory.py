@@ -9,7 +9,7 @@ from ...frontends.budget import rank_nbytes
 from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import Shared
 from ...plans.numbers import volume
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PlanMemory:
         """The memory for a plan of a problem."""
         tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
         nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
-        in_buckets = problem.attached is Attached.DDP and problem.trace.copies_gradients
+        in_buckets = problem.frontend is Frontend.DDP and problem.trace.copies_gradients
         dtypes = {tensor.name: tensor.dtype for tensor in tensors}
         plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
         return PlanMemory((3 if in_buckets else 2) * nbytes, plan_nbytes, problem.machine.memory_nbytes)

@@ -112,8 +112,8 @@ def predict(
     def pays_with_known(bit_per_s: float) -> bool:
         other = scaled(machine, bandwidth_bit_per_s=bit_per_s)
         pricer = Pricer(other)
-        none_s = timeline(exact, trace, pricer, problem.attached).step_s
-        steps = [(timeline(each.choice.plan, trace, pricer, problem.attached).step_s, each) for each in known]
+        none_s = timeline(exact, trace, pricer, problem.frontend).step_s
+        steps = [(timeline(each.choice.plan, trace, pricer, problem.frontend).step_s, each) for each in known]
         step_s, best = min(steps, key=lambda step: step[0])
         return best.compresses and best.memory.fits and is_gain(step_s, none_s, trace, other.margin)
 

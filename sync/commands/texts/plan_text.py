@@ -9,13 +9,13 @@ from ...planner.choice import Choice
 from ...planner.drafts.problem import Problem
 from ...plans.names import short_spec, summary_of
 from ...plans.numbers import duration, plural, three_digits, volume
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 from ..common.caveats import Caveats
 from ..common.error_bars import Band
 from ..common.tables import table
 from ..studies.advice import Advice, compresses
 
-_ATTACHED = {Attached.DDP: "a DDP model's buckets", Attached.SYNCHRONIZER: "a bare module"}
+_FRONTENDS = {Frontend.DDP: "a DDP model's buckets", Frontend.MODULE: "a bare module"}
 
 
 def head(problem: Problem) -> str:
@@ -27,7 +27,7 @@ def head(problem: Problem) -> str:
     return (
         f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
         f"{volume(nbytes)}, backward {duration(trace.backward_s)}, forward and optimizer {rest}. "
-        f"For {_ATTACHED[problem.attached]}."
+        f"For {_FRONTENDS[problem.frontend]}."
     )
 
 
@@ -83,7 +83,7 @@ def record(problem: Problem, choice: Choice, band: Band, advice: Advice) -> dict
         "model": problem.trace.model,
         "machine": problem.machine.name,
         "topology": {"machines": problem.topology.machines, "devices": problem.topology.devices},
-        "attached": problem.attached.value,
+        "frontend": problem.frontend.value,
         "allowed": list(map(short_spec, problem.compressors)),
         "assumed_errors": assumed_errors(problem),
         **band.record(),

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...engine.failures import Outcome, failed_future
 from ...engine.runtime import Runtime
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 from ...plans.strides import in_reals
 from ...programs.sizes import allreduce_sent_nbytes
 from ..checks.models import ddp_parameters, on_accumulated, watch_for_sparse_gradients
@@ -51,7 +51,7 @@ class DdpFrontend:
         request: the settings of the attachment.
     """
 
-    kind = Attached.DDP
+    kind = Frontend.DDP
     modules = ()
     is_outdated = False
     runtime: Runtime

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...engine.runtime import Runtime
 from ...plans.parameters import differentiable
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 from ..checks.models import on_accumulated
 from ..frontend import NO_CALLS, Before, FrontendCalls, Overlap
 from ..ownership import keep_alive
@@ -43,7 +43,7 @@ class ModuleFrontend:
         options: the arguments that only bare modules have.
     """
 
-    kind = Attached.SYNCHRONIZER
+    kind = Frontend.MODULE
     can_agree = True
     runtime: Runtime
 

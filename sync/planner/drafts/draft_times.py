@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from ...plans.grouping import MessageSpec, PlacedUnit, whole_bucket
-from ...plans.plan import Attached, UnitPlan
+from ...plans.plan import Frontend, UnitPlan
 from ..machines.machine import MachineError
 from ..timeline.launches import BucketLaunch, grouped
 from ..timeline.loads import Loads, loads_of, total
@@ -54,7 +54,7 @@ def step_s(problem: Problem, draft: Draft) -> float:
 
 
 def _step_s(problem: Problem, draft: Draft) -> float:
-    without_hook = problem.attached == Attached.DDP and all(
+    without_hook = problem.frontend == Frontend.DDP and all(
         _is_plain(problem, each) for each in itertools.chain(*draft)
     )
     roots, first, keys = roots_of(problem, draft), 0, []
@@ -72,7 +72,7 @@ def _step_s(problem: Problem, draft: Draft) -> float:
     ordered = [replace(each.launch, ready_s=ready) for each, ready in zip(launches, ready_s, strict=True)]
     phases = max(each.phases for each in launches)
     whole = Whole.of(without_hook, phases, [each.loads for each in launches], problem.trace, problem.machine)
-    return Step(ordered, messages, whole, problem.trace, problem.pricer, problem.attached).timeline().step_s
+    return Step(ordered, messages, whole, problem.trace, problem.pricer, problem.frontend).timeline().step_s
 
 
 def _is_plain(problem: Problem, message: MessageDraft) -> bool:

@@ -16,7 +16,7 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...plans.grouping import MessageSpec, group_units
-from ...plans.plan import Attached, Plan, UnitPlan
+from ...plans.plan import Frontend, Plan, UnitPlan
 from ...programs.named import ALLREDUCE
 from ...programs.stages import MessageKind
 from ...programs.steps import Broadcast, Program
@@ -139,7 +139,7 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
         ValueError: the draft has not each tensor once, or not the launches of the problem's buckets.
     """
     _check(problem, draft)
-    roots, ddp = roots_of(problem, draft), problem.attached == Attached.DDP
+    roots, ddp = roots_of(problem, draft), problem.frontend == Frontend.DDP
     units: list[UnitPlan] = []
     channels, number = 1, 0
     for launch, messages in enumerate(draft):
@@ -150,7 +150,7 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
             if not option.in_place and _has_channels(option):
                 channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
             number += option.parts
-    return Plan(tuple(reversed(units)), problem.topology, channels, problem.attached)
+    return Plan(tuple(reversed(units)), problem.topology, channels, problem.frontend)
 
 
 def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:
@@ -214,7 +214,7 @@ def draft_of(problem: Problem, plan: Plan) -> Draft:
     """
     number = {tensor.name: index for index, tensor in enumerate(problem.trace.tensors)}
     draft = []
-    for launch in launches_of(plan, problem.trace, problem.attached):
+    for launch in launches_of(plan, problem.trace, problem.frontend):
         merged: list[list[MessageSpec]] = []  # messages that have parts of the same tensors
         for message in group_units(launch.units, plan.channels):
             names = {name for unit in message.units for name in unit.plan.parameters}

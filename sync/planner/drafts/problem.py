@@ -14,7 +14,7 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import unfitted
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 from ...programs.steps import Place
 from ...programs.topology import Topology
 from ...traces.model_trace import Trace
@@ -36,7 +36,7 @@ class Problem:
     Attributes:
         trace: a training step without compression.
         pricer: the prices of messages on the machine.
-        attached: the way by which the plan is attached. DDP's launches are the buckets of the trace, in which a plan
+        frontend: the kind of model that the plan is for. DDP's launches are the buckets of the trace, in which a plan
             may only choose messages. The launches of a bare module are the plan's.
         allowed: for each tensor by name, the compressors that it may use, fitted to its shape or not; a tensor that is
             missing is sent exactly.
@@ -48,14 +48,14 @@ class Problem:
 
     trace: Trace
     pricer: Pricer
-    attached: Attached
+    frontend: Frontend
     allowed: Mapping[str, tuple[Compressor, ...]] = field(default_factory=dict)
     places: tuple[Place, ...] = (Place.DEVICE,)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.attached, Attached):
-            raise TypeError(f"Problem: attached must be a member of Attached, got {self.attached!r}")
-        _check_trace(self.trace, self.attached)
+        if not isinstance(self.frontend, Frontend):
+            raise TypeError(f"Problem: frontend must be a member of Frontend, got {self.frontend!r}")
+        _check_trace(self.trace, self.frontend)
         _check_allowed(self.allowed, {tensor.name for tensor in self.trace.tensors})
         if Place.DEVICE not in self.places or not set(self.places) <= set(Place):
             raise ValueError(f"Problem: places must be the device, or device and host, got {self.places!r}")
@@ -101,7 +101,7 @@ class Problem:
     @functools.cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
         """DDP's buckets as numbers of tensors, first launched first; empty for a bare module."""
-        if self.attached != Attached.DDP:
+        if self.frontend != Frontend.DDP:
             return ()
         number = {tensor.name: index for index, tensor in enumerate(self.trace.tensors)}
         return tuple(tuple(number[name] for name in bucket) for bucket in self.trace.buckets)
@@ -129,7 +129,7 @@ class Problem:
 
     def timeline(self, plan: Plan) -> Timeline:
         """The predicted timeline of a step with a plan."""
-        return timeline(plan, self.trace, self.pricer, self.attached)
+        return timeline(plan, self.trace, self.pricer, self.frontend)
 
     def step_s(self, plan: Plan) -> float:
         """The predicted seconds of a step with a plan. Results are kept."""
@@ -180,13 +180,13 @@ Policy: TypeAlias = Callable[[Problem], Plan]
 """A function that chooses a plan. It neither measures nor communicates."""
 
 
-def _check_trace(trace: Trace, attached: Attached) -> None:
+def _check_trace(trace: Trace, frontend: Frontend) -> None:
     names = [tensor.name for tensor in trace.tensors]
     if not names:
         raise ValueError("Problem: the trace has no tensors")
     if len(set(names)) < len(names):
         raise ValueError("Problem: two tensors of the trace have the same name")
-    if attached != Attached.DDP:
+    if frontend != Frontend.DDP:
         return
     held = [name for bucket in trace.buckets for name in bucket]
     if not held:

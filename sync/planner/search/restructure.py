@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...plans.plan import Attached
+from ...plans.plan import Frontend
 from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option
 from ..drafts.problem import Problem
 
@@ -36,7 +36,7 @@ class Move:
 def moves_of(problem: Problem, draft: Draft) -> list[Move]:
     """All moves. DDP's launches can be neither merged nor split."""
     moves = list(_partings(problem, draft))
-    if problem.attached == Attached.SYNCHRONIZER:
+    if problem.frontend == Frontend.MODULE:
         moves += [*_merges(problem, draft), *_splits(draft)]
     return moves
 
@@ -62,7 +62,7 @@ def _splits(draft: Draft) -> Iterator[Move]:
 
 def orders_of(problem: Problem, draft: Draft) -> list[Move]:
     """Moves that launch one of the last launches earlier or later. DDP's launches have one order."""
-    if problem.attached != Attached.SYNCHRONIZER:
+    if problem.frontend != Frontend.MODULE:
         return []
     last = len(draft)
     moves = []

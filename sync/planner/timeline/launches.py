@@ -9,7 +9,7 @@ import torch
 
 from ...plans.buckets import cut_buckets
 from ...plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
-from ...plans.plan import Attached, Plan, PlanError, UnitPlan
+from ...plans.plan import Frontend, Plan, PlanError, UnitPlan
 from ...traces.model_trace import Trace, TracedTensor
 
 BUCKET_NBYTES = 25 << 20
@@ -36,7 +36,7 @@ class BucketLaunch:
     ready_s: float
 
 
-def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[BucketLaunch, ...]:
+def launches_of(plan: Plan, trace: Trace, frontend: Frontend) -> tuple[BucketLaunch, ...]:
     """The launches of a training step, in order.
 
     With DDP they are the buckets of the trace. If it has none, they are cut as DDP cuts them after its first step: in
@@ -46,7 +46,7 @@ def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[BucketLau
     Args:
         plan: the plan, which names each tensor of the trace.
         trace: the trace.
-        attached: what executes the plan.
+        frontend: what executes the plan.
 
     Raises:
         PlanError: the plan does not fit the trace, or merges parameters for DDP.
@@ -55,18 +55,18 @@ def launches_of(plan: Plan, trace: Trace, attached: Attached) -> tuple[BucketLau
     units = _units_by_tensor(plan, tensors)
     launches: list[BucketLaunch] = []
     ready_s = 0.0
-    for placed, dtype in _ddp(units, trace, tensors) if attached == Attached.DDP else _module(plan, tensors):
+    for placed, dtype in _ddp(units, trace, tensors) if frontend == Frontend.DDP else _module(plan, tensors):
         ready_s = max([ready_s, *(tensors[name].ready_s for unit in placed for name in unit.plan.parameters)])
         launches.append(BucketLaunch(placed, placed[-1].stop, dtype.to_real(), ready_s))
     return tuple(launches)
 
 
-def messages_of(launch: BucketLaunch, plan: Plan, attached: Attached) -> tuple[MessageSpec, ...]:
+def messages_of(launch: BucketLaunch, plan: Plan, frontend: Frontend) -> tuple[MessageSpec, ...]:
     """The messages of a launch, in the order of their submission, after the last milestone of all compressors.
 
     DDP averages whole buckets without a hook if the plan compresses nothing.
     """
-    if has_no_hook(plan, attached):
+    if has_no_hook(plan, frontend):
         return (whole_bucket(launch.units, launch.numel),)
     return grouped(launch.units, plan.channels)
 
@@ -83,9 +83,9 @@ def grouped(units: tuple[PlacedUnit, ...], channels: int = 1) -> tuple[MessageSp
     return group_units(units, channels)
 
 
-def has_no_hook(plan: Plan, attached: Attached) -> bool:
+def has_no_hook(plan: Plan, frontend: Frontend) -> bool:
     """Whether DDP averages all gradients itself, because the plan compresses nothing."""
-    return attached == Attached.DDP and all(unit.in_place for unit in plan.units)
+    return frontend == Frontend.DDP and all(unit.in_place for unit in plan.units)
 
 
 def _units_by_tensor(plan: Plan, tensors: dict[str, TracedTensor]) -> dict[str, list[UnitPlan]]:

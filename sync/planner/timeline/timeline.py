@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...plans.grouping import MessageSpec
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 from ...programs.lanes import LaneKey, route_of, submit_stages
 from ...programs.stages import MessageKind, Resource, StageSpec
 from ...programs.steps import Level
@@ -136,7 +136,7 @@ class Timeline:
         return utilisation_of(self.run, self.capacities)
 
 
-def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Timeline:
+def timeline(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> Timeline:
     """The predicted timeline of a training step.
 
     It is that of the rank with the most work (:func:`~.loads.busiest_rank`). Where other ranks do something alone, as
@@ -146,14 +146,14 @@ def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Ti
         plan: the plan.
         trace: a step of the model without compression.
         pricer: the prices of messages on a machine.
-        attached: what executes the plan.
+        frontend: what executes the plan.
 
     Raises:
         PlanError: the plan does not fit the trace.
         MachineError: the machine lacks a price.
     """
-    launches, is_alone = launches_of(plan, trace, attached), pricer.machine.topology.world_size == 1
-    by_launch = [() if is_alone else messages_of(launch, plan, attached) for launch in launches]
+    launches, is_alone = launches_of(plan, trace, frontend), pricer.machine.topology.world_size == 1
+    by_launch = [() if is_alone else messages_of(launch, plan, frontend) for launch in launches]
     priced = iter(
         pricer.messages(
             [(spec, launch.dtype) for launch, specs in zip(launches, by_launch, strict=True) for spec in specs]
@@ -162,8 +162,8 @@ def timeline(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> Ti
     messages = [tuple((spec, next(priced)) for spec in specs) for specs in by_launch]
     everything = itertools.chain.from_iterable(messages)
     loads = (loads_of(stages, spec.units[0].plan.root, pricer.machine) for spec, stages in everything)
-    whole = Whole.of(has_no_hook(plan, attached), phases_of_units(plan.units), loads, trace, pricer.machine)
-    return Step(launches, messages, whole, trace, pricer, attached).timeline()
+    whole = Whole.of(has_no_hook(plan, frontend), phases_of_units(plan.units), loads, trace, pricer.machine)
+    return Step(launches, messages, whole, trace, pricer, frontend).timeline()
 
 
 class Step:
@@ -173,7 +173,7 @@ class Step:
         launches: the launches, in order.
         messages: for each of them its messages, with their priced stages.
         whole: what depends on all of them.
-        trace, pricer, attached: as for :func:`timeline`.
+        trace, pricer, frontend: as for :func:`timeline`.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class Step:
         whole: Whole,
         trace: Trace,
         pricer: Pricer,
-        attached: Attached,
+        frontend: Frontend,
     ) -> None:
         self._launches, self._messages, self._whole = tuple(launches), messages, whole
-        self._trace, self._attached, self._machine = trace, attached, pricer.machine
+        self._trace, self._frontend, self._machine = trace, frontend, pricer.machine
         machine = pricer.machine
         self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         on_host = machine.computes_on == Shared.CORES
@@ -233,7 +233,7 @@ class Step:
 
     def _copied_s(self, launch: BucketLaunch) -> float:
         """The seconds in which DDP copies averaged gradients out of a bucket, one bucket after the other."""
-        if not (self._trace.copies_gradients and self._attached == Attached.DDP):
+        if not (self._trace.copies_gradients and self._frontend == Frontend.DDP):
             return 0.0
         nbytes = np.array([float(launch.numel * launch.dtype.itemsize)])
         return float(self._machine.copy(self._machine.computes_on, nbytes).alone_s[0])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ...plans.names import summary_of
-from ...plans.plan import Attached, Plan
+from ...plans.plan import Frontend, Plan
 from ...stats.decisions import Decision
 from ...traces.model_trace import Trace
 from ..decisions import short_sentences
@@ -16,7 +16,7 @@ from .rules import Phase
 from .trial_runner import Played
 from .trials import PLAIN
 
-_HOW = {Attached.DDP: "by DDP, without a hook", Attached.SYNCHRONIZER: "in the buckets of plain steps"}
+_HOW = {Frontend.DDP: "by DDP, without a hook", Frontend.MODULE: "in the buckets of plain steps"}
 
 
 def outcome(
@@ -26,7 +26,7 @@ def outcome(
     found: Played,
     stages: Sequence[Phase],
     world_size: int,
-    attached: Attached,
+    frontend: Frontend,
 ) -> Decision:
     """The decision for the plan that has won its trials.
 
@@ -37,7 +37,7 @@ def outcome(
         found: their trials.
         stages: the rule of accuracy, and those that follow it later.
         world_size: the number of ranks.
-        attached: the way in which plans are attached.
+        frontend: the kind of the model.
     """
     trials = found.trials
     winner, plain_s = trials.winner, trials.median_s(PLAIN)
@@ -51,7 +51,7 @@ def outcome(
         if arm != PLAIN
     }
     if winner == PLAIN:
-        text = stays_plain(recorded, list(tried.values()), rules[0], _HOW[attached])
+        text = stays_plain(recorded, list(tried.values()), rules[0], _HOW[frontend])
         short = short_sentences.stays_plain(recorded, list(tried.values()), rules[0])
     else:
         others = [each for arm, each in tried.items() if arm != winner]

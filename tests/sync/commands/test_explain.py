@@ -20,7 +20,7 @@ from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.replay import read_steps
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.trace_files import write_trace
 
 MACHINE = "two-sites-1gbit"
@@ -86,11 +86,11 @@ def test_the_chain_covers_the_step_without_gaps(made, capsys):
 
 @pytest.mark.parametrize("machine", ["lab", MACHINE, "h100-400gbit"])
 @pytest.mark.parametrize("policy", ["none", "all", "threshold", "cupcake"])
-@pytest.mark.parametrize("attached", Attached)
-def test_every_chain_is_whole(machine, policy, attached):
+@pytest.mark.parametrize("frontend", Frontend)
+def test_every_chain_is_whole(machine, policy, frontend):
     trace = small_trace(buckets=True)
-    problem = Problem(trace, Pricer(load_machine(machine)), attached, allowed_compressors(trace))
-    found = timeline(POLICIES[policy](problem), trace, problem.pricer, attached)
+    problem = Problem(trace, Pricer(load_machine(machine)), frontend, allowed_compressors(trace))
+    found = timeline(POLICIES[policy](problem), trace, problem.pricer, frontend)
     pieces = chain_of(found)
     assert pieces[0].start_s == 0 and pieces[-1].end_s == pytest.approx(found.step_s)
     for before, after in itertools.pairwise(pieces):
@@ -130,17 +130,17 @@ def test_two_plans_beside_one_another(made, tmp_path, capsys):
 
 def test_each_plan_is_judged_as_it_is_attached(tmp_path, capsys):
     trace, paths = write_small_trace(tmp_path, buckets=True), {}
-    for attached in Attached:
-        paths[attached] = str(tmp_path / f"{attached.value}.json")
-        plan = ("plan", trace, MACHINE, "--policy", "all", "--attached", attached.value, "-o", paths[attached])
+    for frontend in Frontend:
+        paths[frontend] = str(tmp_path / f"{frontend.value}.json")
+        plan = ("plan", trace, MACHINE, "--policy", "all", "--frontend", frontend.value, "-o", paths[frontend])
         assert run_text(capsys, *plan)[0] == 0
-    explain = ("explain", paths[Attached.DDP], "--trace", trace, "--machine", MACHINE, "--messages", "0")
-    _, found = run_json(capsys, *explain, "--against", paths[Attached.SYNCHRONIZER])
-    assert found["step_s"] == pytest.approx(Plan.load(paths[Attached.DDP]).prediction.step_s)
-    assert found["against"]["step_s"] == pytest.approx(Plan.load(paths[Attached.SYNCHRONIZER]).prediction.step_s)
+    explain = ("explain", paths[Frontend.DDP], "--trace", trace, "--machine", MACHINE, "--messages", "0")
+    _, found = run_json(capsys, *explain, "--against", paths[Frontend.MODULE])
+    assert found["step_s"] == pytest.approx(Plan.load(paths[Frontend.DDP]).prediction.step_s)
+    assert found["against"]["step_s"] == pytest.approx(Plan.load(paths[Frontend.MODULE]).prediction.step_s)
     assert found["step_s"] != pytest.approx(found["against"]["step_s"])
-    code, _, errors = run_text(capsys, *explain, "--attached", "synchronizer")
-    assert code == 2 and "--attached synchronizer: " in errors and "is for ddp; leave it out" in errors
+    code, _, errors = run_text(capsys, *explain, "--frontend", "module")
+    assert code == 2 and "--frontend module: " in errors and "is for ddp; leave it out" in errors
 
 
 def test_the_results_in_a_file_are_those_that_are_printed(made, tmp_path, capsys):

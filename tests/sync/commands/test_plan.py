@@ -13,7 +13,7 @@ from gckernels.sync.planner import choice
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import Option, plan_of, usual_launches
 from gckernels.sync.planner.policies.messages import uniform_draft
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import AllReduce, Broadcast, Level, Reduce
 
 SLOW, FAST = "two-sites-1gbit", "h100-400gbit"
@@ -31,7 +31,7 @@ def test_a_plan_that_pays(trace, tmp_path, capsys):
     assert code == 0 and found["pays"] and found["policy"] == "cupcake"
     assert rows["cupcake"]["step_s"] < rows["none"]["step_s"] * (1 - found["margin"])
     plan = Plan.load(path)
-    assert plan.attached == Attached.SYNCHRONIZER and plan.prediction.policy == "cupcake"
+    assert plan.frontend == Frontend.MODULE and plan.prediction.policy == "cupcake"
     assert plan.prediction.step_s == rows["cupcake"]["step_s"]
     assert plan.prediction.none_s == rows["none"]["step_s"]
 
@@ -97,9 +97,9 @@ def test_published_traces_work_by_name(capsys):
 def test_the_trace_says_what_executes_the_plan(tmp_path, capsys):
     trace = write_small_trace(tmp_path, buckets=True)
     _, found = run_json(capsys, "plan", trace, SLOW, "--policy", "none")
-    assert found["attached"] == "ddp"
-    _, found = run_json(capsys, "plan", trace, SLOW, "--policy", "none", "--attached", "synchronizer")
-    assert found["attached"] == "synchronizer"
+    assert found["frontend"] == "ddp"
+    _, found = run_json(capsys, "plan", trace, SLOW, "--policy", "none", "--frontend", "module")
+    assert found["frontend"] == "module"
 
 
 def test_a_plan_goes_through_a_pipe(trace, capsys):
@@ -135,7 +135,7 @@ def test_named_compressors_are_the_only_ones(trace, tmp_path, capsys):
         (["--accuracy", "-1"], "--accuracy"),
         (["--compressors", "Nothing"], "--compressors cannot be 'Nothing'"),
         (["--compressors", "QSGD", "--accuracy", "exact"], "not allowed with argument"),
-        (["--policy", "none", "--attached", "ddp"], "the trace has no buckets"),
+        (["--policy", "none", "--frontend", "ddp"], "the trace has no buckets"),
         (["--steps", "0", "--accuracy", "aggressive"], "--steps"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from gckernels.sync import Attached, Plan, Topology, attach
+from gckernels.sync import Frontend, Plan, Topology, attach
 from gckernels.sync.planner.choice import POLICIES, choose
 from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
@@ -32,31 +32,31 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(96, 256), nn.ReLU(), nn.Linear(256, 300), nn.ReLU(), nn.Linear(300, 40))
 
 
-def problem(module: nn.Module, attached: Attached, nbytes_per_s: float) -> Problem:
+def problem(module: nn.Module, frontend: Frontend, nbytes_per_s: float) -> Problem:
     """A problem whose trace has the tensors of the model, and for DDP buckets that DDP does not make."""
     tensors = [
         TracedTensor(name, each.numel(), 1e-3 * index, tuple(each.shape))
         for index, (name, each) in enumerate(reversed(list(module.named_parameters())))
     ]
     names = [tensor.name for tensor in tensors]
-    buckets = (tuple(names[:1]), tuple(names[1:4]), tuple(names[4:])) if attached == Attached.DDP else ()
+    buckets = (tuple(names[:1]), tuple(names[1:4]), tuple(names[4:])) if frontend == Frontend.DDP else ()
     trace = Trace("network", tuple(tensors), 0.01, buckets=buckets)
     where = topology(dist.get_world_size()) if nbytes_per_s > 1e7 else Topology(dist.get_world_size())
-    return problem_of(trace, attached, COMPRESSORS, topology=where, link_nbytes_per_s=nbytes_per_s)
+    return problem_of(trace, frontend, COMPRESSORS, topology=where, link_nbytes_per_s=nbytes_per_s)
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def executed(folder: str, attached: Attached, nbytes_per_s: float, policies: tuple[str, ...]) -> dict[str, Any]:
+def executed(folder: str, frontend: Frontend, nbytes_per_s: float, policies: tuple[str, ...]) -> dict[str, Any]:
     """For each policy that has a plan: a digest of the gradients of its training, their largest relative error, and
     how many units it compresses."""
     rank, found = dist.get_rank(), {}
     for policy in policies:
         module = network()
         try:
-            choice = choose(problem(module, attached, nbytes_per_s), policy, compared=())
+            choice = choose(problem(module, frontend, nbytes_per_s), policy, compared=())
         except ProblemError:
             continue
         path = Path(folder, f"{policy}-{rank}.json")
@@ -64,7 +64,7 @@ def executed(folder: str, attached: Attached, nbytes_per_s: float, policies: tup
         plan = Plan.load(path)
         assert plan.prediction is not None and plan.prediction.policy == policy
         exact = copy.deepcopy(module)
-        if attached == Attached.DDP:
+        if frontend == Frontend.DDP:
             model = DistributedDataParallel(module, bucket_cap_mb=0.3)
             handle: Any = attach(model, plan)
         else:
@@ -86,7 +86,7 @@ def executed(folder: str, attached: Attached, nbytes_per_s: float, policies: tup
     return found
 
 
-@pytest.mark.parametrize("attached", list(Attached))
+@pytest.mark.parametrize("frontend", list(Frontend))
 @pytest.mark.parametrize(
     ("world_size", "nbytes_per_s", "policies"),
     [
@@ -96,8 +96,8 @@ def executed(folder: str, attached: Attached, nbytes_per_s: float, policies: tup
         pytest.param(4, 1e8, tuple(POLICIES), marks=SLOW),
     ],
 )
-def test_the_plans_of_policies_train(tmp_path, attached, world_size, nbytes_per_s, policies):
-    ranks = values_of(run_ranks(world_size, executed, str(tmp_path), attached, nbytes_per_s, policies))
+def test_the_plans_of_policies_train(tmp_path, frontend, world_size, nbytes_per_s, policies):
+    ranks = values_of(run_ranks(world_size, executed, str(tmp_path), frontend, nbytes_per_s, policies))
     assert ranks.count(ranks[0]) == world_size
     assert {"none", "auto"} <= ranks[0].keys()
     for policy, (_, error, compressed) in ranks[0].items():

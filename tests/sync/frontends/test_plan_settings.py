@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import Attached, Plan, Prediction, Topology, attach
+from gckernels.sync import Frontend, Plan, Prediction, Topology, attach
 from gckernels.sync.plans.prediction import Source
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -29,8 +29,8 @@ PREDICTION = Prediction(0.1, 0.2, "auto", False, 0.05, SOURCE, SOURCE, 0.13)
 def hooked(model: str, spec: str, program: str) -> list[list[str]]:
     """The digests of each step's gradients under DDP's hook, for plans that differ in messages and channels alone."""
     plans = [sync.uniform_plan(build(model), spec, program=program, exempt=None, world_size=dist.get_world_size())]
-    plans.append(launched(plans[0], "messages").attached_by(Attached.DDP))
-    plans.append(launched(plans[0].parted(1000), "channels").attached_by(Attached.DDP))
+    plans.append(launched(plans[0], "messages").for_frontend(Frontend.DDP))
+    plans.append(launched(plans[0].parted(1000), "channels").for_frontend(Frontend.DDP))
     plans.append(plans[0].parted(1000))
     found = []
     for plan in plans:
@@ -66,11 +66,11 @@ def refused() -> list[str]:
     model = DistributedDataParallel(module)
     plan = sync.uniform_plan(module, BlockQuant(), world_size=dist.get_world_size())
     with_launches = launched(plan, "pairs")
-    for_ddp = dataclasses.replace(plan, attached=Attached.DDP)
+    for_ddp = dataclasses.replace(plan, frontend=Frontend.DDP)
     found = []
     for take, target, wrong, settings in (
-        (attach, model, dataclasses.replace(with_launches, attached=None), {}),
-        (attach, model, dataclasses.replace(plan, attached=Attached.SYNCHRONIZER), {}),
+        (attach, model, dataclasses.replace(with_launches, frontend=None), {}),
+        (attach, model, dataclasses.replace(plan, frontend=Frontend.MODULE), {}),
         (attach, other, for_ddp, {}),
         (attach, other, with_launches, {"bucket_cap_mb": 25}),
         (attach, other, Plan(plan.units[1:]), {}),
@@ -80,8 +80,8 @@ def refused() -> list[str]:
             take(target, wrong, **settings)
             pytest.fail(f"{take} {wrong} {settings}")
         found.append(str(caught.value))
-    attachment = attach(model, with_launches.attached_by(Attached.DDP))
-    synchronizer = attach(other, for_ddp.attached_by(Attached.SYNCHRONIZER))
+    attachment = attach(model, with_launches.for_frontend(Frontend.DDP))
+    synchronizer = attach(other, for_ddp.for_frontend(Frontend.MODULE))
     for each in (model, other):
         for step in range(2):
             each(module.batch(step, dist.get_rank())).backward()
@@ -95,10 +95,10 @@ def test_a_plan_for_something_else_is_refused_with_what_to_do():
     for texts in values_of(run_ranks(2, refused)):
         launches, for_synchronizer, for_ddp, size, names, ranks, trains = texts
         assert launches.startswith("attach: the plan is for bare modules: its units have launches")
-        assert "gckernels plan --attached ddp, or pass plan.attached_by(sync.Attached.DDP)" in launches
-        assert for_synchronizer.startswith("attach: the plan is for bare modules: it says so (attached)")
-        assert for_ddp.startswith("attach: the plan is for DistributedDataParallel models: it says so (attached)")
-        assert "plan.attached_by(sync.Attached.SYNCHRONIZER)" in for_ddp
+        assert "gckernels plan --frontend ddp, or pass plan.for_frontend(sync.Frontend.DDP)" in launches
+        assert for_synchronizer.startswith("attach: the plan is for bare modules: it says so (frontend)")
+        assert for_ddp.startswith("attach: the plan is for DistributedDataParallel models: it says so (frontend)")
+        assert "plan.for_frontend(sync.Frontend.MODULE)" in for_ddp
         assert size == "attach: bucket_cap_mb must be None for a plan with launches, got 25"
         assert names.startswith(
             "plan does not fit the model:\n  layers.0.weight: not in the plan\nmake a plan for this"

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gckernels import EFSignSGD, Identity, sync
-from gckernels.sync import Attached, attach
+from gckernels.sync import Frontend, attach
 from gckernels.sync.frontends.ddp import step_ends
 from gckernels.sync.programs import ALLREDUCE
 from models import SMALL_BUCKETS, Halves, Mlp, build
@@ -69,7 +69,7 @@ def in_ddp(mode: str, compresses: bool) -> None:
     assert not ddp_model._forward_hooks
     ddp_model(ddp_model.module.batch(6, rank)).backward()
     assert heard.times == 5
-    assert attachment._frontend.kind is Attached.DDP and not attachment.is_changing
+    assert attachment._frontend.kind is Frontend.DDP and not attachment.is_changing
     assert attachment.parameters() == dict(ddp_model.module.named_parameters())
     frontend = attachment._frontend
     assert frontend.group == ddp_model.process_group and frontend.device == torch.device("cpu")
@@ -226,7 +226,7 @@ def in_synchronizer(name: str, unused: bool) -> None:
         module(module.batch(step, dist.get_rank())).backward()
         assert heard.times == step + 1
         module.zero_grad()
-    assert synchronizer._frontend.kind is Attached.SYNCHRONIZER
+    assert synchronizer._frontend.kind is Frontend.MODULE
     assert synchronizer.parameters() == dict(module.named_parameters())
     synchronizer.close()
 

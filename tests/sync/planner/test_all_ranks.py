@@ -20,7 +20,7 @@ from gckernels.sync.planner.timeline.launches import launches_of, messages_of
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.simulator import Need, SimulatedTask, simulate
 from gckernels.sync.planner.timeline.timeline import timeline
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Level, Place, Program, enumerate_programs, ring
 from gckernels.sync.programs.layouts import Capabilities, propagate
 from gckernels.sync.programs.stages import MessageKind, Resource, takes_part
@@ -76,7 +76,7 @@ class Cluster:
         return max(times.end_s) + trace.optimizer_s
 
 
-def cluster_step_s(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> float:
+def cluster_step_s(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> float:
     """The seconds of a step of a cluster."""
     machine, topology = pricer.machine, pricer.machine.topology
     cluster = Cluster(machine)
@@ -84,10 +84,10 @@ def cluster_step_s(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached)
     last_phase = max(longest, default=1) % 8
     cluster.compute(trace.forward_s)
     before_s = 0.0
-    for launch in launches_of(plan, trace, attached):
+    for launch in launches_of(plan, trace, frontend):
         cluster.compute(launch.ready_s - before_s)
         before_s = launch.ready_s
-        messages = messages_of(launch, plan, attached)
+        messages = messages_of(launch, plan, frontend)
         ends: dict[int, set[int]] = {rank: set() for rank in cluster.ranks}
         for message in messages:
             unit = message.units[0].plan
@@ -166,8 +166,8 @@ def test_ranks_are_alike_without_roots(topology, computes_on):
         chosen = [*draw.choices(programs, k=3), PROGRAMS["allreduce"], ring(topology.world_size)]
         trace, machine = random_trace(draw), replace(random_machine(draw, topology), computes_on=computes_on)
         plan, pricer = random_plan(draw, trace, topology, chosen), Pricer(machine)
-        one_s = timeline(plan, trace, pricer, Attached.SYNCHRONIZER).step_s
-        assert one_s == pytest.approx(cluster_step_s(plan, trace, pricer, Attached.SYNCHRONIZER), rel=1e-9), seed
+        one_s = timeline(plan, trace, pricer, Frontend.MODULE).step_s
+        assert one_s == pytest.approx(cluster_step_s(plan, trace, pricer, Frontend.MODULE), rel=1e-9), seed
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(3, 2), Topology(2, 3), Topology(2, 4)], ids=str)
@@ -177,5 +177,5 @@ def test_roots_of_one_machine_share_its_card(topology):
         programs = [each for each in enumerate_programs(topology) if roots_in(each) == {Level.INTRA}]
         trace, machine = random_trace(draw), replace(random_machine(draw, topology), capacities=LINKS)
         plan, pricer = random_plan(draw, trace, topology, [draw.choice(programs)]), Pricer(machine)
-        one_s = timeline(plan, trace, pricer, Attached.SYNCHRONIZER).step_s
-        assert one_s == pytest.approx(cluster_step_s(plan, trace, pricer, Attached.SYNCHRONIZER), rel=1e-9), seed
+        one_s = timeline(plan, trace, pricer, Frontend.MODULE).step_s
+        assert one_s == pytest.approx(cluster_step_s(plan, trace, pricer, Frontend.MODULE), rel=1e-9), seed

@@ -23,7 +23,7 @@ from gckernels.sync.planner.search.search import Search, phases_of, with_options
 from gckernels.sync.planner.search.significance import PREDICTED_SHARE, is_gain
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from gckernels.sync.traces.trace_files import read_trace
@@ -39,7 +39,7 @@ COMPRESSORS = (
 )
 
 
-def random_problem(seed: int, attached: Attached, launches: int = 3) -> Problem:
+def random_problem(seed: int, frontend: Frontend, launches: int = 3) -> Problem:
     rng = random.Random(seed)
     tensors: list[TracedTensor] = []
     buckets, ready_s = [], 0.0
@@ -51,7 +51,7 @@ def random_problem(seed: int, attached: Attached, launches: int = 3) -> Problem:
         buckets.append(tuple(each.name for each in tensors if each.name.startswith(f"t{launch}.")))
     problem = problem_of(
         Trace("m", tuple(tensors), ready_s, buckets=tuple(buckets)),
-        attached,
+        frontend,
         tuple(rng.sample(COMPRESSORS, 2)),
         topology=rng.choice([Topology(2), Topology(4), Topology(3, 2)]),
         link_nbytes_per_s=10 ** rng.uniform(7, 10),
@@ -64,10 +64,10 @@ def random_problem(seed: int, attached: Attached, launches: int = 3) -> Problem:
     return replace(problem, allowed={**problem.allowed, **exact})
 
 
-@pytest.mark.parametrize("attached", list(Attached))
+@pytest.mark.parametrize("frontend", list(Frontend))
 @pytest.mark.parametrize("lacks", ["Broadcast", "AllGather"])
-def test_a_missing_price_takes_away_its_options_alone(lacks, attached):
-    problem = random_problem(3, attached, launches=2)
+def test_a_missing_price_takes_away_its_options_alone(lacks, frontend):
+    problem = random_problem(3, frontend, launches=2)
     machine = replace(problem.machine, lacks=frozenset({lacks}))
     lacking = replace(problem, pricer=problem.pricer.on(machine))
     plan = POLICIES["auto"](lacking)
@@ -75,10 +75,10 @@ def test_a_missing_price_takes_away_its_options_alone(lacks, attached):
     assert lacking.step_s(plan) <= problem.step_s(POLICIES["none"](problem))
 
 
-@pytest.mark.parametrize("attached", list(Attached))
+@pytest.mark.parametrize("frontend", list(Frontend))
 @pytest.mark.parametrize("seed", range(2))
-def test_auto_is_never_slower_than_what_it_starts_from(seed, attached):
-    problem = random_problem(seed, attached, launches=2)
+def test_auto_is_never_slower_than_what_it_starts_from(seed, frontend):
+    problem = random_problem(seed, frontend, launches=2)
     found = problem.step_s(POLICIES["auto"](problem))
     for policy in STARTS.values():
         assert found <= problem.step_s(policy(problem))
@@ -88,7 +88,7 @@ def test_a_policy_is_faster_only_where_auto_gives_up():
     """With a margin, the best plan may save less than predictions may be wrong by."""
     gave_up = 0
     for seed in range(3, 6):
-        problem = random_problem(seed, Attached.SYNCHRONIZER, launches=1)
+        problem = random_problem(seed, Frontend.MODULE, launches=1)
         problem = replace(problem, pricer=problem.pricer.on(replace(problem.machine, margin=2.0)))
         plan, exact = POLICIES["auto"](problem), POLICIES["none"](problem)
         best_s = min(problem.step_s(policy(problem)) for policy in STARTS.values())
@@ -100,7 +100,7 @@ def test_a_policy_is_faster_only_where_auto_gives_up():
 
 
 def test_options_that_are_compared_in_parts_are_those_that_all_together_are(monkeypatch):
-    problem = random_problem(8, Attached.SYNCHRONIZER)
+    problem = random_problem(8, Frontend.MODULE)
     draft, options = draft_of_launches(usual_launches(problem), Option()), all_options(problem)
     together = Search(problem).worthwhile(draft, options)
     monkeypatch.setattr("gckernels.sync.planner.search.search._COMPARED", 5)
@@ -111,7 +111,7 @@ def test_no_other_parts_of_a_large_last_message_make_a_plan_much_faster():
     """The plan of a policy is the start here that the estimates of the search think little of."""
     trace = read_trace("lstm")
     methods = dict.fromkeys((tensor.name for tensor in trace.tensors), (gckernels.EFSignSGD(),))
-    problem = Problem(trace, Pricer(load_machine("espresso-pcie")), Attached.SYNCHRONIZER, methods)
+    problem = Problem(trace, Pricer(load_machine("espresso-pcie")), Frontend.MODULE, methods)
     plan = POLICIES["auto"](problem)
     *rest, (message,) = draft_of(problem, plan)
     for option in variants(message.option):
@@ -120,7 +120,7 @@ def test_no_other_parts_of_a_large_last_message_make_a_plan_much_faster():
 
 def test_a_longer_program_among_the_options_does_not_slow_uniform_drafts_down():
     """Eight ranks have a ring of eight collectives, after which launches are waited for on the lane of encodings."""
-    problem = random_problem(8, Attached.SYNCHRONIZER, launches=6)
+    problem = random_problem(8, Frontend.MODULE, launches=6)
     problem = replace(problem, pricer=problem.pricer.on(replace(problem.machine, topology=Topology(8))))
     methods = dict.fromkeys((tensor.name for tensor in problem.trace.tensors), (gckernels.BlockQuant(bits=4),))
     problem = replace(problem, allowed=methods)
@@ -135,10 +135,10 @@ def test_a_longer_program_among_the_options_does_not_slow_uniform_drafts_down():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attached", list(Attached))
-def test_auto_is_never_slower_than_what_it_starts_from_in_many_problems(attached):
+@pytest.mark.parametrize("frontend", list(Frontend))
+def test_auto_is_never_slower_than_what_it_starts_from_in_many_problems(frontend):
     for seed in range(100, 160):
-        problem = random_problem(seed, attached, launches=1 + seed % 8)
+        problem = random_problem(seed, frontend, launches=1 + seed % 8)
         found = problem.step_s(POLICIES["auto"](problem))
         assert all(found <= problem.step_s(policy(problem)) for policy in STARTS.values()), seed
 
@@ -147,7 +147,7 @@ def test_auto_is_never_slower_than_what_it_starts_from_in_many_problems(attached
 def test_auto_is_close_to_the_best_of_all_plans_of_small_problems():
     distances = []
     for seed in range(1000, 1200):
-        problem = random_problem(seed, Attached.DDP, launches=2)
+        problem = random_problem(seed, Frontend.DDP, launches=2)
         try:
             best_s = problem.step_s(POLICIES["exhaustive"](problem))
         except ProblemError:
@@ -160,7 +160,7 @@ def test_auto_is_close_to_the_best_of_all_plans_of_small_problems():
 @pytest.mark.parametrize("seed", [3, 5])
 def test_exhaustive_finds_the_best_of_all_products_of_options(seed):
     """Restated: every option for every bucket, each judged by the timeline."""
-    problem = random_problem(seed, Attached.DDP, launches=2)
+    problem = random_problem(seed, Frontend.DDP, launches=2)
     draft, options = draft_of_launches(usual_launches(problem), Option()), all_options(problem)
     products = (with_options(draft, list(each)) for each in itertools.product(options, repeat=2))
     best_s = min(problem.step_s(plan_of(problem, each)) for each in products)
@@ -169,12 +169,12 @@ def test_exhaustive_finds_the_best_of_all_products_of_options(seed):
 
 def test_exhaustive_refuses_large_problems():
     with pytest.raises(ProblemError, match="launches"):
-        POLICIES["exhaustive"](random_problem(4, Attached.DDP, launches=12))
+        POLICIES["exhaustive"](random_problem(4, Frontend.DDP, launches=12))
 
 
 @pytest.mark.parametrize("seed", range(1))
 def test_codecs_for_nothing_leave_every_plan_at_least_as_fast(seed):
-    problem = random_problem(seed, Attached.DDP)
+    problem = random_problem(seed, Frontend.DDP)
     plan, free = POLICIES["auto"](problem), free_problem(problem)
     assert free.step_s(POLICIES["bound"](problem)) <= free.step_s(plan) * 1.001
     assert free.step_s(plan) <= problem.step_s(plan)
@@ -188,7 +188,7 @@ def test_the_collector_of_cycles_runs_again_after_a_search_that_has_failed():
 
 
 def test_a_gain_within_the_margin_is_none():
-    problem = random_problem(5, Attached.SYNCHRONIZER)
+    problem = random_problem(5, Frontend.MODULE)
     step_s, none_s = (problem.step_s(POLICIES[name](problem)) for name in ("auto", "none"))
     share = (none_s - step_s) / max(none_s - problem.trace.backward_s, PREDICTED_SHARE * none_s)
     assert 0.0 < share < 1.0
@@ -199,7 +199,7 @@ def test_a_gain_within_the_margin_is_none():
 
 
 def test_the_host_takes_part_only_where_it_may_and_helps():
-    slow = random_problem(6, Attached.SYNCHRONIZER)
+    slow = random_problem(6, Frontend.MODULE)
     machine = replace(slow.machine, element_s=1e-8, link_nbytes_per_s=1e8, latency_s=1e-5)
     on_device = replace(slow, pricer=slow.pricer.on(machine))
     anywhere = replace(on_device, places=(Place.DEVICE, Place.HOST))
@@ -212,9 +212,9 @@ def test_the_host_takes_part_only_where_it_may_and_helps():
 
 
 @pytest.mark.parametrize("policy", ["auto", "all", "none"])
-@pytest.mark.parametrize("attached", list(Attached))
-def test_the_draft_of_a_plan_gives_the_plan_again(policy, attached):
-    problem = random_problem(7, attached)
+@pytest.mark.parametrize("frontend", list(Frontend))
+def test_the_draft_of_a_plan_gives_the_plan_again(policy, frontend):
+    problem = random_problem(7, frontend)
     plan = POLICIES[policy](problem)
     again = plan_of(problem, draft_of(problem, plan))
     assert problem.step_s(again) == pytest.approx(problem.step_s(plan), rel=1e-3)

@@ -8,11 +8,11 @@ from test_auto import random_problem
 from gckernels.sync.planner.choice import choose
 from gckernels.sync.planner.drafts.problem import ProblemError
 from gckernels.sync.planner.starts import STARTS
-from gckernels.sync.plans.plan import Attached, Plan
+from gckernels.sync.plans.plan import Frontend, Plan
 
 
 def test_a_choice_has_the_prediction_of_its_plan_and_a_row_of_every_policy():
-    problem = random_problem(8, Attached.SYNCHRONIZER)
+    problem = random_problem(8, Frontend.MODULE)
     choice = choose(problem)
     prediction = choice.plan.prediction
     assert prediction is not None and prediction.policy == "auto" and prediction.estimated
@@ -25,7 +25,7 @@ def test_a_choice_has_the_prediction_of_its_plan_and_a_row_of_every_policy():
 
 
 def test_a_compressor_can_be_named():
-    problem = random_problem(9, Attached.DDP)
+    problem = random_problem(9, Frontend.DDP)
     spec = str(problem.compressors[0])
     choice = choose(problem, f"all:{spec}", compared=())
     assert {str(unit.compressor) for unit in choice.plan.units} <= {spec, "Identity()"}
@@ -33,14 +33,14 @@ def test_a_compressor_can_be_named():
 
 
 def test_a_compressor_that_nothing_may_use_is_refused():
-    problem = random_problem(9, Attached.DDP)
+    problem = random_problem(9, Frontend.DDP)
     with pytest.raises(ProblemError, match=r"no tensor may use SignSGD\(.*\), so there is nothing to compress"):
         choose(problem, "all:SignSGD", compared=())
     assert "all:SignSGD" not in {row.policy for row in choose(problem, "none", ["all:SignSGD"]).rows}
 
 
 def test_the_bound_is_judged_with_codecs_for_nothing():
-    problem = random_problem(10, Attached.DDP)
+    problem = random_problem(10, Frontend.DDP)
     rows = {row.policy: row for row in choose(problem, "auto", ["bound"]).rows}
     assert rows["bound"].step_s <= rows["auto"].step_s * 1.001
 
@@ -48,4 +48,4 @@ def test_the_bound_is_judged_with_codecs_for_nothing():
 @pytest.mark.parametrize("policy", ["fastest", "all:Nothing", "all:EFSignSGD(size=1)"])
 def test_an_unknown_policy_is_refused(policy):
     with pytest.raises(ProblemError, match=r"auto|unknown"):
-        choose(random_problem(11, Attached.DDP), policy)
+        choose(random_problem(11, Frontend.DDP), policy)

@@ -16,19 +16,19 @@ from gckernels.sync.planner.drafts.options import all_options, variants
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.machine import MachineError, Overheads
 from gckernels.sync.planner.search.restructure import after, moved, orders_of
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from planning import problem_of
 
 COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.DGC(), gckernels.PowerSGD(rank=2))
 
 
-def small_problem(attached: Attached) -> Problem:
+def small_problem(frontend: Frontend) -> Problem:
     tensors = tuple(TracedTensor(f"t{at}", 64 << at, at * 1e-3, (64, 1 << at)) for at in range(9))
     buckets = tuple(tuple(each.name for each in tensors[at : at + 3][::-1]) for at in (0, 3, 6))
     problem = problem_of(
         Trace("m", tensors, 9e-3, buckets=buckets),
-        attached,
+        frontend,
         COMPRESSORS,
         topology=Topology(3, 2),
         link_nbytes_per_s=1e8,
@@ -47,9 +47,9 @@ def random_draft(rng: random.Random, problem: Problem, options):
     return tuple(draft) if problem.buckets else tuple(rng.sample(draft, len(draft)))
 
 
-@pytest.mark.parametrize("attached", list(Attached))
-def test_a_draft_takes_as_long_as_its_plan(attached):
-    problem, rng = small_problem(attached), random.Random(1)
+@pytest.mark.parametrize("frontend", list(Frontend))
+def test_a_draft_takes_as_long_as_its_plan(frontend):
+    problem, rng = small_problem(frontend), random.Random(1)
     for options in (all_options(problem), all_options(problem)[:1]):  # the second only averages in place
         for _ in range(15):
             draft = random_draft(rng, problem, options)
@@ -57,7 +57,7 @@ def test_a_draft_takes_as_long_as_its_plan(attached):
 
 
 def test_a_draft_without_a_price_takes_infinitely_long():
-    problem, rng = small_problem(Attached.SYNCHRONIZER), random.Random(2)
+    problem, rng = small_problem(Frontend.MODULE), random.Random(2)
     problem = replace(problem, pricer=problem.pricer.on(replace(problem.machine, lacks=frozenset({"AllGather"}))))
     found = []
     for number in range(20):
@@ -72,15 +72,15 @@ def test_a_draft_without_a_price_takes_infinitely_long():
 
 
 def test_orders_of_launches_keep_all_of_them():
-    problem, rng = small_problem(Attached.SYNCHRONIZER), random.Random(3)
+    problem, rng = small_problem(Frontend.MODULE), random.Random(3)
     draft = random_draft(rng, problem, all_options(problem))
     orders = [moved(draft, [move]) for move in orders_of(problem, draft)]
     assert len(set(orders)) == 4 and all(set(each) == set(draft) and each != draft for each in orders)
-    assert not orders_of(small_problem(Attached.DDP), draft)
+    assert not orders_of(small_problem(Frontend.DDP), draft)
 
 
 def test_a_move_is_made_after_others_unless_they_have_changed_its_launches():
-    problem, rng = small_problem(Attached.SYNCHRONIZER), random.Random(4)
+    problem, rng = small_problem(Frontend.MODULE), random.Random(4)
     draft = random_draft(rng, problem, all_options(problem))
     first, *_, last = (move for move in orders_of(problem, draft) if move.stop - move.first == 2)
     changed = after(draft, first, draft)

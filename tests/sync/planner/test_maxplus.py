@@ -17,7 +17,7 @@ from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.search.restructure import moved
 from gckernels.sync.planner.search.search import Search
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs.steps import Broadcast
 from gckernels.sync.traces.model_trace import Trace, TracedTensor
 from planning import problem_of
@@ -32,7 +32,7 @@ def random_problem(rng: random.Random, units: int, **machine: object) -> Problem
         ready_s += rng.choice([0.0, 1e-4, 1e-3])
         tensors.append(TracedTensor(f"t{index}", rng.choice([100, 5000, 100_000, 1_000_000]), ready_s))
     trace = Trace("m", tuple(tensors), ready_s + rng.choice([0.0, 1e-3]), forward_s=0.002, optimizer_s=0.001)
-    return problem_of(trace, Attached.SYNCHRONIZER, COMPRESSORS, **machine)
+    return problem_of(trace, Frontend.MODULE, COMPRESSORS, **machine)
 
 
 def random_draft(rng: random.Random, problem: Problem, options: list[Option]) -> Draft:

@@ -12,7 +12,7 @@ from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.policies.none import none
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.trace_files import read_trace
 
 
@@ -20,7 +20,7 @@ def iteration_s(machine: Machine, model: str, computing_s: float) -> float:
     """The predicted iteration without compression, of a model that computes for ``computing_s`` on one device."""
     trace = read_trace(model)
     trace = replace(trace, forward_s=computing_s - trace.backward_s)
-    problem = Problem(trace, Pricer(machine), Attached.SYNCHRONIZER)
+    problem = Problem(trace, Pricer(machine), Frontend.MODULE)
     return problem.step_s(none(problem))
 
 

@@ -28,7 +28,7 @@ from gckernels.sync.planner.policies.messages import each_alone, uniform_draft
 from gckernels.sync.planner.published.secopa import by_option, option_choices, with_spread_roots
 from gckernels.sync.planner.published.secopa_costs import Exchange
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import ALLTOALL, HIERARCHICAL, Place
 from gckernels.sync.traces.trace_files import read_trace
 
@@ -42,7 +42,7 @@ slow = pytest.mark.slow
 def problem(machine: str, trace: str, spec: str, places: tuple[Place, ...] = BOTH) -> Problem:
     tensors = replace(read_trace(trace), forward_s=0.0)  # ratios below are of backward and synchronisation
     allowed = {tensor.name: (gckernels.from_spec(spec),) for tensor in tensors.tensors}
-    return Problem(tensors, Pricer(load_machine(machine)), Attached.SYNCHRONIZER, allowed, places)
+    return Problem(tensors, Pricer(load_machine(machine)), Frontend.MODULE, allowed, places)
 
 
 def steps(cell: Problem, names: Sequence[str]) -> list[float]:

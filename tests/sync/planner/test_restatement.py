@@ -17,7 +17,7 @@ from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Sh
 from gckernels.sync.planner.timeline.launches import launches_of, messages_of
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Level, Place, enumerate_programs, ring
 from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import Collective
@@ -59,9 +59,9 @@ class Arbitrary(RatedMachine):
         return random.Random(repr((self.seed, *key))).random()
 
 
-def random_case(seed: int) -> tuple[Plan, Trace, Pricer, Attached]:
+def random_case(seed: int) -> tuple[Plan, Trace, Pricer, Frontend]:
     draw = random.Random(seed)
-    topology, attached = draw.choice(TOPOLOGIES), draw.choice(list(Attached))
+    topology, frontend = draw.choice(TOPOLOGIES), draw.choice(list(Frontend))
     places = draw.choice(PLACES)
     spec = draw.choice(SPECS)
     summable = from_spec(spec).traits.summable
@@ -88,7 +88,7 @@ def random_case(seed: int) -> tuple[Plan, Trace, Pricer, Attached]:
     plan = plan.parted(1 << 20) if draw.random() < 0.5 else plan
     overheads = Overheads(*(draw.random() / 50 for _ in range(4)))
     on = draw.choice((Shared.DEVICE, Shared.CORES))
-    return plan, trace, Pricer(Arbitrary(topology, overheads=overheads, computes_on=on, seed=seed)), attached
+    return plan, trace, Pricer(Arbitrary(topology, overheads=overheads, computes_on=on, seed=seed)), frontend
 
 
 @dataclass(eq=False)
@@ -110,11 +110,11 @@ class Job:
     end_s: float | None = None
 
 
-def jobs_of(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> tuple[list[Job], list[Job], Job]:
+def jobs_of(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> tuple[list[Job], list[Job], Job]:
     """All jobs in the order of submission, those that are stages, and the last one of backward."""
     machine = pricer.machine
     overheads = machine.overheads
-    bare = attached == Attached.DDP and all(unit.program == PROGRAMS["allreduce"] for unit in plan.units)
+    bare = frontend == Frontend.DDP and all(unit.program == PROGRAMS["allreduce"] for unit in plan.units)
     jobs, stages = [], []
 
     def add(queue: str, seconds: float, after: list[Job]) -> Job:
@@ -124,11 +124,11 @@ def jobs_of(plan: Plan, trace: Trace, pricer: Pricer, attached: Attached) -> tup
     add("thread", trace.forward_s, [])
     ready_s = 0.0
     longest = [sum(isinstance(step, Collective) for step in unit.program) for unit in plan.units if not unit.in_place]
-    for launch in launches_of(plan, trace, attached):
+    for launch in launches_of(plan, trace, frontend):
         add("thread", launch.ready_s - ready_s, [])
         ready_s = launch.ready_s
         add("thread", overheads.plain_s if bare else overheads.hook_s, [])
-        messages, ends = messages_of(launch, plan, attached), []
+        messages, ends = messages_of(launch, plan, frontend), []
         for message in messages:
             before = None
             for priced in pricer.message(message, launch.dtype):

@@ -14,7 +14,7 @@ from gckernels.sync.planner.choice import choose
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
 from planning import SimpleMachine
 from workloads import thinned
@@ -52,15 +52,15 @@ def trace_of(kinds: tuple[str, ...]) -> Trace:
     return Trace("model", tuple(tensors), 1e-3 * len(kinds), 1e-3, buckets=tuple(map(tuple, buckets.values())))
 
 
-@pytest.mark.parametrize(("kinds", "attached"), thinned(itertools.product(MODELS, Attached), 3))
-def test_every_policy_plans_them(kinds, attached):
+@pytest.mark.parametrize(("kinds", "frontend"), thinned(itertools.product(MODELS, Frontend), 3))
+def test_every_policy_plans_them(kinds, frontend):
     trace = trace_of(kinds)
     parameters = {
         tensor.name: torch.nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype)) for tensor in trace.tensors
     }
-    trace = trace if attached is Attached.DDP else replace(trace, buckets=())
+    trace = trace if frontend is Frontend.DDP else replace(trace, buckets=())
     for rule in RULES:
-        problem = Problem(trace, Pricer(SimpleMachine(Topology(2))), attached, allowed_compressors(trace, rule))
+        problem = Problem(trace, Pricer(SimpleMachine(Topology(2))), frontend, allowed_compressors(trace, rule))
         policies = (*STARTS, *(f"all:{method}" for method in problem.compressors))
         for row in choose(problem, "auto", policies).rows:
             row.plan.check(parameters.items(), 2)

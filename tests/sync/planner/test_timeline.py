@@ -14,7 +14,7 @@ from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import Timeline, timeline
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Program
 from gckernels.sync.programs.steps import AllReduce, Broadcast, Decode, Encode, Level, Place, Reduce
 from gckernels.sync.traces.model_trace import Trace
@@ -35,8 +35,8 @@ def plan_of(trace: Trace, programs: dict[str, Program | str], topology: Topology
     return Plan(tuple(units), topology)
 
 
-def predict(trace: Trace, machine: RatedMachine, attached: Attached = Attached.DDP, **programs) -> Timeline:
-    return timeline(plan_of(trace, programs), trace, Pricer(machine), attached)
+def predict(trace: Trace, machine: RatedMachine, frontend: Frontend = Frontend.DDP, **programs) -> Timeline:
+    return timeline(plan_of(trace, programs), trace, Pricer(machine), frontend)
 
 
 def spans(predicted: Timeline, key: str) -> list[tuple[str, float, float]]:
@@ -122,7 +122,7 @@ def test_overheads_delay_backward_and_stages():
     plain = predict(trace, machine)  # no engine, no hook
     assert spans(plain, "a") == [("Average", pytest.approx(1.05), pytest.approx(2.05))]
     assert plain.backward_s == pytest.approx(2.1)
-    own = predict(trace, machine, Attached.SYNCHRONIZER)
+    own = predict(trace, machine, Frontend.MODULE)
     assert own.backward_s == pytest.approx(2.11)  # one launch of both
 
 
@@ -142,8 +142,8 @@ def test_ddp_copies_averaged_gradients_bucket_by_bucket():
     machine = RatedMachine(link_s=LINK_S, copy_s=1 / 128)
     copying = replace(trace, copies_gradients=True)
     assert predict(copying, machine).step_s == predict(trace, machine).step_s + 32 / 128
-    launches = {attached: predict(copying, machine, attached).exposed_s for attached in Attached}
-    assert launches[Attached.SYNCHRONIZER] == predict(trace, machine, Attached.SYNCHRONIZER).exposed_s
+    launches = {frontend: predict(copying, machine, frontend).exposed_s for frontend in Frontend}
+    assert launches[Frontend.MODULE] == predict(trace, machine, Frontend.MODULE).exposed_s
 
 
 def test_one_rank_alone_sends_nothing():
@@ -159,7 +159,7 @@ def test_roots_of_one_machine_share_its_card():
     trace = trace_of(("a", 8, 1.0), ("b", 8, 1.0), buckets=EACH[:2])
     units = [UnitPlan(name, 8, from_spec("Identity"), program, False, root=root) for root, name in enumerate("ba")]
     machine = RatedMachine(Topology(2, 2), link_s=2 * LINK_S, fabric_s=0.0)
-    predicted = timeline(Plan(tuple(units), Topology(2, 2)), trace, Pricer(machine), Attached.DDP)
+    predicted = timeline(Plan(tuple(units), Topology(2, 2)), trace, Pricer(machine), Frontend.DDP)
     assert predicted.step_s == 3.0 and predicted.busy_s[Shared.INTER] == 2.0
 
 
@@ -182,7 +182,7 @@ def test_a_link_carries_more_where_roots_are_on_few_machines(roots, uneven_s):
         for name, root in zip("dcba", roots, strict=True)
     )
     plan, machine = Plan(units, Topology(4)), Machine(Topology(4), link_s=LINK_S)
-    predicted = timeline(plan, trace, Pricer(machine), Attached.DDP)
+    predicted = timeline(plan, trace, Pricer(machine), Frontend.DDP)
     sent_s = 3 / 4 * 16 * LINK_S  # one gather or broadcast, as a mean over all links
     assert predicted.busy_s[Shared.INTER] == pytest.approx(4 * sent_s * (2 + 3 * uneven_s))
 
@@ -201,7 +201,7 @@ def test_the_work_of_other_roots_delays_a_message_and_loads_nothing_here():
     ]
     trace = trace_of(("a", 32, 1.0), ("b", 16, 9.0), buckets=EACH[:2])
     machine = RatedMachine(link_s=LINK_S, element_s={Place.DEVICE: 1 / 8, Place.HOST: 0.0})
-    predicted = timeline(Plan(tuple(units), Topology(2)), trace, Pricer(machine), Attached.DDP)
+    predicted = timeline(Plan(tuple(units), Topology(2)), trace, Pricer(machine), Frontend.DDP)
     assert spans(predicted, "a") == [
         *(("Encode", 1.0, 9.0), ("Gather", 9.0, 10.0), ("Recode", 10.0, 23.0)),
         *(("Broadcast", 23.0, 24.0), ("Decode", 24.0, 28.0)),

@@ -14,7 +14,7 @@ from gckernels.sync.planner.replay import read_steps, replay
 from gckernels.sync.planner.timeline.events import timeline_events
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import Timeline, timeline
-from gckernels.sync.plans.plan import Attached
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS
 from gckernels.sync.programs.steps import Place
 from predictions import RatedMachine, trace_of
@@ -39,7 +39,7 @@ def predicted(computes_on: Shared) -> Timeline:
     machine = RatedMachine(
         Topology(4), 1e-5, element_s=rates, latency_s=5e-3, computes_on=computes_on, overheads=overheads
     )
-    return timeline(plan, trace, Pricer(machine), Attached.DDP)
+    return timeline(plan, trace, Pricer(machine), Frontend.DDP)
 
 
 @pytest.mark.parametrize("computes_on", [Shared.DEVICE, Shared.CORES])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gckernels import COMPRESSORS, BlockQuant, EFSignSGD, Identity, sync
-from gckernels.sync import Attached, Plan, PlanError, Prediction, Topology, UnitPlan
+from gckernels.sync import Frontend, Plan, PlanError, Prediction, Topology, UnitPlan
 from gckernels.sync.plans.prediction import Alternative, Source
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL
 
@@ -60,9 +60,9 @@ def plans(draw: st.DrawFn) -> Plan:
                 channel=None if program in (ALLREDUCE, sync.programs.POWERSGD) else draw(st.sampled_from([None, 0])),
             )
         )
-    attached = draw(st.sampled_from([None, Attached.SYNCHRONIZER] if launched else [None, *Attached]))
+    frontend = draw(st.sampled_from([None, Frontend.MODULE] if launched else [None, *Frontend]))
     topology = draw(st.none() | st.builds(Topology, st.integers(1, 9), st.integers(1, 9)))
-    return Plan(tuple(units), topology, channels, attached, draw(st.integers(0, 10**9)), draw(st.none() | PREDICTIONS))
+    return Plan(tuple(units), topology, channels, frontend, draw(st.integers(0, 10**9)), draw(st.none() | PREDICTIONS))
 
 
 @given(plan=plans())
@@ -82,7 +82,7 @@ def test_the_fingerprint_knows_how_a_plan_is_launched():
     unit = UnitPlan("a", 16, BlockQuant(), ALLGATHER, True)
     changes = ({"launch": 0}, {"message": 0}, {"message": 1}, {"channel": 0}, {"channel": 1})
     plans = [Plan((dataclasses.replace(unit, **change),), channels=2) for change in ({}, *changes)]
-    plans += [Plan((unit,), channels=2, **change) for change in ({"attached": Attached.DDP}, {"start_step": 1})]
+    plans += [Plan((unit,), channels=2, **change) for change in ({"frontend": Frontend.DDP}, {"start_step": 1})]
     assert len({plan.fingerprint() for plan in plans}) == len(plans) == len({tuple(plan.lines()) for plan in plans})
 
 
@@ -99,7 +99,7 @@ def test_version_1_is_still_read():
         Topology(2),
         channels=2,
     )
-    assert (plan.attached, plan.start_step, plan.prediction, plan.has_launches) == (None, 0, None, False)
+    assert (plan.frontend, plan.start_step, plan.prediction, plan.has_launches) == (None, 0, None, False)
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.to_json()["version"] == 2
 
@@ -131,8 +131,8 @@ def test_entries_that_no_version_has_are_named():
 
 @pytest.mark.parametrize("value", ["DDP", 1, ["ddp"], {}])
 def test_the_names_of_ways_to_attach(value):
-    with pytest.raises(PlanError, match="attached must be null, 'ddp' or 'synchronizer', got"):
-        Plan.from_json(record(attached=value))
+    with pytest.raises(PlanError, match="frontend must be null, 'ddp' or 'module', got"):
+        Plan.from_json(record(frontend=value))
 
 
 GOOD = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from gckernels import BlockQuant, Cast16, Identity, PowerSGD, sync
 from gckernels.compressor import Compressor
-from gckernels.sync import Attached, Plan, PlanError, Prediction, UnitPlan
+from gckernels.sync import Frontend, Plan, PlanError, Prediction, UnitPlan
 from gckernels.sync.plans.buckets import cut_buckets
 from gckernels.sync.plans.grouping import MessageSpec, PlacedUnit, group_units
 from gckernels.sync.plans.prediction import Source
@@ -149,7 +149,7 @@ def test_a_channel_is_less_than_the_largest_number_of_channels():
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("attached", "ddp", "attached must be None or an Attached, got 'ddp'"),
+        ("frontend", "ddp", "frontend must be None or a Frontend, got 'ddp'"),
         ("start_step", -1, "start_step must be an int from 0 up, got -1"),
         ("start_step", True, "start_step must be an int from 0 up, got True"),
         ("prediction", {}, "prediction must be None or a Prediction"),
@@ -179,14 +179,14 @@ def test_a_launch_has_one_dtype():
 
 def test_plans_with_launches_are_for_the_synchronizer():
     plan = Plan((unit("a", launch=0, message=2), unit("b", launch=1)), channels=2, prediction=PREDICTION)
-    with pytest.raises(PlanError, match=r"attached must be None or Attached\.SYNCHRONIZER"):
-        dataclasses.replace(plan, attached=Attached.DDP)
-    hooked = plan.attached_by(Attached.DDP)
-    assert (hooked.attached, hooked.has_launches, hooked.prediction) == (Attached.DDP, False, None)
+    with pytest.raises(PlanError, match=r"frontend must be None or Frontend\.MODULE"):
+        dataclasses.replace(plan, frontend=Frontend.DDP)
+    hooked = plan.for_frontend(Frontend.DDP)
+    assert (hooked.frontend, hooked.has_launches, hooked.prediction) == (Frontend.DDP, False, None)
     assert [each.message for each in hooked.units] == [2, None]
-    back = hooked.attached_by(Attached.SYNCHRONIZER)
-    assert (back.units, back.attached) == (hooked.units, Attached.SYNCHRONIZER)
-    assert plan.attached_by(None) is plan
+    back = hooked.for_frontend(Frontend.MODULE)
+    assert (back.units, back.frontend) == (hooked.units, Frontend.MODULE)
+    assert plan.for_frontend(None) is plan
 
 
 def test_a_changed_plan_has_no_prediction():

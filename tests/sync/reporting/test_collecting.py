@@ -114,7 +114,7 @@ def named():
     plan = sync.uniform_plan(model, "EFSignSGD")
     source = Source("Network", "1234")
     prediction = Prediction(0.1, 0.2, "auto", False, 0.05, source, source, 0.5)
-    predicted = sync.Plan(plan.units, plan.topology, plan.channels, plan.attached, plan.start_step, prediction)
+    predicted = sync.Plan(plan.units, plan.topology, plan.channels, plan.frontend, plan.start_step, prediction)
     return data_of(sync.attach(model, predicted)).model
 
 

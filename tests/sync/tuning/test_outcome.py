@@ -30,30 +30,30 @@ def trials(*step_s: float) -> Played:
 
 
 def test_a_plan_that_has_won():
-    decision = outcome(60, TRACE, ARMS, trials(0.2, 0.1), SAFE, 2, sync.Attached.DDP)
+    decision = outcome(60, TRACE, ARMS, trials(0.2, 0.1), SAFE, 2, sync.Frontend.DDP)
     assert (decision.step, decision.policy, decision.plan_fingerprint) == (60, "auto", SIGNS.fingerprint())
     assert (decision.measured_s, decision.none_s, decision.predicted_s, decision.error) == (0.1, 0.2, 0.5, 0.1)
     assert "plain 200 ms; chosen: 1 EFSignSGD by allgather, 1 exact (auto): predicted 500 ms" in decision.text
     assert "measured 100 ms (-50 %), 0.200 MB sent;" in decision.text
 
 
-@pytest.mark.parametrize("attached", sync.Attached)
-def test_plain_averaging_that_has_won(attached):
-    decision = outcome(60, TRACE, ARMS, trials(0.1, 0.2), SAFE, 2, attached)
+@pytest.mark.parametrize("frontend", sync.Frontend)
+def test_plain_averaging_that_has_won(frontend):
+    decision = outcome(60, TRACE, ARMS, trials(0.1, 0.2), SAFE, 2, frontend)
     assert (decision.policy, decision.plan_fingerprint) == ("none", PLAIN.fingerprint())
     assert (decision.measured_s, decision.none_s, decision.predicted_s) == (0.1, 0.1, None)
     assert "nothing is compressed: the best of 1 plan tried is 1 EFSignSGD by allgather" in decision.text
-    assert ("without a hook" in decision.text) == (attached is sync.Attached.DDP)
+    assert ("without a hook" in decision.text) == (frontend is sync.Frontend.DDP)
 
 
 def test_a_plan_without_a_prediction_is_a_refined_one():
     decision = outcome(
-        900, TRACE, (PLAIN, replace(SIGNS, prediction=None)), trials(0.2, 0.1), SAFE, 2, sync.Attached.DDP
+        900, TRACE, (PLAIN, replace(SIGNS, prediction=None)), trials(0.2, 0.1), SAFE, 2, sync.Frontend.DDP
     )
     assert (decision.policy, decision.predicted_s, decision.error) == ("refined", None, None)
     assert "1 exact (refined): measured 100 ms (-50 %)" in decision.text
 
 
 def test_trials_without_a_turn_measure_nothing():
-    decision = outcome(60, TRACE, ARMS, Played(Trials.of(2)), SAFE, 2, sync.Attached.DDP)
+    decision = outcome(60, TRACE, ARMS, Played(Trials.of(2)), SAFE, 2, sync.Frontend.DDP)
     assert (decision.policy, decision.measured_s, decision.none_s) == ("none", None, None)

@@ -16,7 +16,7 @@ from gckernels import BlockQuant, Cast16, Codec, EFSignSGD, Identity
 from gckernels.sync.communication.agreement import Failure, together
 from gckernels.sync.planner.choice import Row
 from gckernels.sync.planner.machines.machine import MachineError
-from gckernels.sync.plans.plan import Attached, Plan
+from gckernels.sync.plans.plan import Frontend, Plan
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.predictive import measuring, planning
 from gckernels.sync.predictive.planning import HOPELESS, Proposal, choice_of, finalists, proposal, proposed
@@ -38,9 +38,9 @@ def trace() -> Trace:
     return Trace("model", tensors, 3e-3, 1e-3, buckets=(("t0", "t1"), ("t2", "t3")))
 
 
-@pytest.mark.parametrize("attached", list(Attached))
-def test_uncertain_prices_do_not_prevent_a_trial(attached):
-    found = proposal(trace(), measured_machine(0.5), attached, SAFE)
+@pytest.mark.parametrize("frontend", list(Frontend))
+def test_uncertain_prices_do_not_prevent_a_trial(frontend):
+    found = proposal(trace(), measured_machine(0.5), frontend, SAFE)
     best = found.finalists[0]
     assert best.prediction.step_s < best.prediction.none_s == found.none_s
     assert any(unit.compressor == BlockQuant(bits=4) for unit in best.units)
@@ -49,13 +49,13 @@ def test_uncertain_prices_do_not_prevent_a_trial(attached):
 
 
 @pytest.mark.parametrize(
-    ("missing", "attached"), thinned(itertools.product(["AllGather", "AllToAll"], Attached), len(Attached) + 1)
+    ("missing", "frontend"), thinned(itertools.product(["AllGather", "AllToAll"], Frontend), len(Frontend) + 1)
 )
-def test_a_missing_price_takes_away_its_options_only(attached, missing):
+def test_a_missing_price_takes_away_its_options_only(frontend, missing):
     """The policy auto still finds its plan, through the other collectives."""
     whole = measured_machine(0.01)
     parts = replace(whole, collectives=tuple(each for each in whole.collectives if each.step != missing))
-    before, found = (proposal(trace(), machine, attached, SAFE) for machine in (whole, parts))
+    before, found = (proposal(trace(), machine, frontend, SAFE) for machine in (whole, parts))
     best = found.finalists[0]
     assert best.prediction.policy == "auto" and best.prediction.step_s < best.prediction.none_s == before.none_s
     programs = {step for plan in found.finalists for unit in plan.units for step in map(str, unit.program)}
@@ -66,24 +66,24 @@ def test_without_a_price_of_averaging_there_is_no_plan():
     whole = measured_machine(0.01)
     parts = replace(whole, collectives=whole.collectives[1:])
     with pytest.raises(MachineError, match="AllReduce"):
-        proposal(trace(), parts, Attached.DDP, SAFE)
+        proposal(trace(), parts, Frontend.DDP, SAFE)
 
 
 def test_nothing_is_tried_that_is_hopeless():
-    found = proposal(trace(), measured_machine(0.01, latency_s=1.0), Attached.DDP, SAFE)
+    found = proposal(trace(), measured_machine(0.01, latency_s=1.0), Frontend.DDP, SAFE)
     assert all(plan.prediction.step_s <= HOPELESS * found.none_s for plan in found.finalists)
 
 
 def test_an_exact_rule_compresses_nothing():
-    found = proposal(trace(), measured_machine(0.01), Attached.SYNCHRONIZER, EXACT)
+    found = proposal(trace(), measured_machine(0.01), Frontend.MODULE, EXACT)
     assert {unit.compressor.name for plan in found.finalists for unit in plan.units} <= {"Identity"}
 
 
-@pytest.mark.parametrize("attached", list(Attached))
-def test_finalists_are_of_different_kinds_and_the_fastest_comes_first(attached, monkeypatch):
+@pytest.mark.parametrize("frontend", list(Frontend))
+def test_finalists_are_of_different_kinds_and_the_fastest_comes_first(frontend, monkeypatch):
     monkeypatch.setattr(planning, "MUCH", 0.0)
     compressors = (BlockQuant(bits=4), EFSignSGD(), Cast16())
-    choice = choice_of(problem_of(trace(), attached, compressors, link_nbytes_per_s=1e7))
+    choice = choice_of(problem_of(trace(), frontend, compressors, link_nbytes_per_s=1e7))
     plans = finalists(choice)
     predicted_s = [plan.prediction.step_s for plan in plans]
     assert len(plans) == len(compressors) and predicted_s == sorted(predicted_s)
