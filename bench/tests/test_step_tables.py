@@ -34,8 +34,6 @@ def test_the_table_for_the_readme(path):
         "| --- | --- | --- | --- |",
         "| plain DDP | 4,000 | 1.60 s | 400 ms |",
         "| PyTorch's fp16 hook | 2,000 | 0.50 | 0.50 |",
-        "| `Cast16` | 2,010 | 0.50 | 0.50 |",
-        "| `EFSignSGD` | 160 | 0.040 | 0.040 |",
     ]
 
 

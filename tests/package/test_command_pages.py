@@ -55,10 +55,7 @@ def test_every_verb_has_a_page_with_its_options(verb):
     assert {option for option in options - general if f"`{option}" not in page and f" {option}" not in page} == set()
 
 
-README, *SHORT = console.PAGES
-
-
-@pytest.mark.parametrize("page", [*SHORT, pytest.param(README, marks=pytest.mark.slow)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", console.PAGES, ids=lambda page: page.stem)
 def test_quoted_outputs_are_those_of_today(page):
     text = page.read_text(encoding="utf-8")
     assert "```text\n$ gckernels " in text
