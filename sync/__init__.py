@@ -3,6 +3,7 @@
 from . import programs as programs
 from .attaching.attach import attach
 from .attaching.attachment import Attachment
+from .engine.recorded_step import RecordedStep
 from .engine.timeline_recorder import record_timeline
 from .frontends.request import uniform_plan
 from .plans.builders import exempt_vectors
@@ -10,6 +11,8 @@ from .plans.plan import Frontend, Plan, PlanError, UnitPlan
 from .plans.prediction import Prediction
 from .profiling.request import profile
 from .programs.topology import Topology
+from .stats.decisions import Decision
+from .stats.history import Sample
 from .traces.model_trace import Trace, TraceError
 from .traces.trace_files import read_trace, write_trace
 from .tracing import ModelTracing, trace_model
@@ -18,11 +21,14 @@ from .tuning.auto import Auto
 __all__ = [
     "Attachment",
     "Auto",
+    "Decision",
     "Frontend",
     "ModelTracing",
     "Plan",
     "PlanError",
     "Prediction",
+    "RecordedStep",
+    "Sample",
     "Topology",
     "Trace",
     "TraceError",

@@ -22,7 +22,7 @@ class RecordedStage:
         name: its name, such as ``"Encode"`` or ``"AllGather(inter)"``.
         category: ``"compute"``, ``"communicate"`` or ``"copy"``.
         kind: its work.
-        lane: the index of its row in :attr:`RecordedStep.lanes`.
+        lane: the index of its row in :attr:`~gckernels.sync.RecordedStep.lanes`.
         start_s: when it started.
         end_s: when it ended.
         submitted_s: when its message was submitted.
