@@ -33,6 +33,7 @@ assert sent >= 2**20, sent  # half of a MiB to the owner of each half, and half 
 if dist.get_rank() == 1:
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as connected:
         assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 8).startswith(b"reno")
+dist.barrier()  # rank 0 keeps the port open until then
 open(f"{dist.get_rank()}.done", "w").close()
 dist.destroy_process_group()
 """
