@@ -67,8 +67,17 @@ docs-links: $(INSTALLED) ## check the links from the documentation to other site
 tables: $(INSTALLED) ## write the generated parts of the documentation
 	$(VENV_PYTHON) -m docs.tables
 
-train: $(INSTALLED) ## train the examples with and without compression, compare
+train: $(INSTALLED) ## train over a slow link with and without compression, compare
 	$(VENV_PYTHON) -m examples.compare
+
+.PHONY: dist
+dist: $(INSTALLED) ## build both distributions into build/dist, and try the wheel in an empty environment; needs a network
+	rm -rf build/dist build/dist-env
+	$(VENV_PYTHON) -m build --outdir build/dist
+	$(VENV_PYTHON) -m venv build/dist-env
+	build/dist-env/bin/python -m pip install --constraint constraints.txt build/dist/*.whl
+	cd build && dist-env/bin/python -c "import torch, gckernels; grad = torch.randn(1000); \
+	payload = gckernels.encode(gckernels.Cast16(), grad); print('gckernels', gckernels.__version__, payload.numel(), 'bytes')"
 
 bench: bench-kernels ## measure compressors, launches, the hook, the engine on the CPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m bench.sync.hook_overhead

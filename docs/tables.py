@@ -16,9 +16,9 @@ from bench.lib.record import RESULTS, read_csv
 from bench.lib.training_tables import training_table
 from docs import console
 from docs.lanes import svg
-from gckernels.testing import pipes
 from gckernels.testing.documented import sources
 from gckernels.toolkit.quantizer import host
+from harness.machine_code import pipes
 
 FOLDER = Path(__file__).parent
 NUMEL = 2**20
@@ -80,6 +80,7 @@ def pages() -> dict[Path, str]:
             FOLDER / "measurements.md",
             "\n\n".join(step_tables.all_tables()),
             auto_tables.steps_table(),
+            auto_tables.race_table(),
             auto_tables.choices_table(),
             training_table(
                 read_csv(RESULTS / "cpu" / "time_to_accuracy.csv"), read_csv(RESULTS / "cpu" / "convergence.csv")

@@ -1,5 +1,10 @@
 """Gradient synchronisation for PyTorch: plans, programs, and the way to attach them to a model."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from . import programs as programs
 from .attaching.attach import attach
 from .attaching.attachment import Attachment
@@ -9,20 +14,23 @@ from .frontends.request import uniform_plan
 from .plans.builders import exempt_vectors
 from .plans.plan import Frontend, Plan, PlanError, UnitPlan
 from .plans.prediction import Prediction
-from .profiling.request import profile
 from .programs.topology import Topology
 from .stats.decisions import Decision
 from .stats.history import Sample
-from .traces.model_trace import Trace, TraceError
-from .traces.trace_files import read_trace, write_trace
+from .traces.model_trace import ModelTrace
+from .traces.traced_tensors import TraceError
 from .tracing import ModelTracing, trace_model
 from .tuning.auto import Auto
+
+if TYPE_CHECKING:
+    from .profiling.request import profile
 
 __all__ = [
     "Attachment",
     "Auto",
     "Decision",
     "Frontend",
+    "ModelTrace",
     "ModelTracing",
     "Plan",
     "PlanError",
@@ -30,16 +38,20 @@ __all__ = [
     "RecordedStep",
     "Sample",
     "Topology",
-    "Trace",
     "TraceError",
     "UnitPlan",
     "attach",
     "exempt_vectors",
     "profile",
     "programs",
-    "read_trace",
     "record_timeline",
     "trace_model",
     "uniform_plan",
-    "write_trace",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what measures machines when it is asked for, so that attaching does not wait for it."""
+    if name == "profile":
+        return importlib.import_module(".profiling.request", __name__).profile
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

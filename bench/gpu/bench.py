@@ -30,7 +30,7 @@ from bench.lib.budget import Budget
 from bench.lib.cases import FUSED, Case
 from bench.lib.record import read_csv
 from bench.lib.timings import KEY, Recorder
-from gckernels.testing.launches import launches_of_powersgd
+from harness.machine_code.launches import launches_of_powersgd
 
 BUDGET_S = 515.0  # the rest of the nine minutes is for starting Python and finding the GPU
 

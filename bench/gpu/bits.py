@@ -211,7 +211,7 @@ class _Process:
         theirs.close()
 
     def give(self, specs: list[str]) -> None:
-        """Send the next of ``specs`` to the worker; tell it to end when none is left."""
+        """Send the next of ``specs`` to the worker, or end it when none is left."""
         self.spec = specs.pop(0) if specs else None
         with contextlib.suppress(OSError):  # the worker has died: `answer` reports it
             self.connection.send(self.spec)

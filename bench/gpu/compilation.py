@@ -23,8 +23,8 @@ from bench.gpu.parts import Result
 from bench.lib import nvidia_smi
 from bench.lib.budget import Budget
 from bench.lib.record import write_csv
-from gckernels.testing.aot import compiling_for, specialize
 from gckernels.toolkit.kernels.launch import Launch
+from harness.machine_code.aot import compiling_for, specialize
 
 HOPPER = 90  # assumed where nvidia-smi reports no compute capability
 MAX_SHOWN = 12  # failures in the summary

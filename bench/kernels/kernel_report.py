@@ -4,8 +4,8 @@
     python -m bench.kernels.kernel_report --pipes      # only the table of pipes
     python -m bench.kernels.kernel_report --update     # also record them in bench/results/{kernels,pipes}.csv
 
-``gckernels/testing/kernel_table.py`` and ``gckernels/testing/pipes.py`` document the columns. Kernels whose busiest
-pipe needs more than 0.8 of the memory's time are listed at the end.
+``harness/machine_code/kernel_table.py`` and ``harness/machine_code/pipes.py`` document the columns. Kernels whose
+busiest pipe needs more than 0.8 of the memory's time are listed at the end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from pathlib import Path
 import triton
 
 from bench.lib.record import RESULTS
-from gckernels.testing import pipes
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.kernel_table import COLUMNS, VERSIONS, Row, made_with, read_table, regressions, rows, write_table
-from gckernels.testing.launches import collect
+from harness.machine_code import pipes
+from harness.machine_code.kernel_table import (
+    COLUMNS,
+    VERSIONS,
+    Row,
+    made_with,
+    read_table,
+    regressions,
+    rows,
+    write_table,
+)
+from harness.machine_code.launches import collect
 
 TABLE = RESULTS / "kernels.csv"
 PIPES = RESULTS / "pipes.csv"

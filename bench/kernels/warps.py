@@ -14,8 +14,8 @@ Columns:
 - ``loading_nbytes``: what these warps have on the way if every thread has started all loads of a tile. The memory of an
   H200 moves 16 bytes per cycle and SM and answers after some 1000 cycles, so at least 16 KiB should be on the way.
   A decoder of few bits per element writes most of its bytes, and needs less;
-- ``ratio``, ``busiest``: as in ``gckernels/testing/pipes.py``; empty where the compiler made accesses of less than 16
-  bytes of those in a loop over tiles, by which the loop is recognised.
+- ``ratio``, ``busiest``: as in ``harness/machine_code/pipes.py``; empty where the compiler made accesses of less than
+  16 bytes of those in a loop over tiles, by which the loop is recognised.
 
 Writes ``bench/results/warps.csv``. Where instructions limit a kernel (its ratio is above 0.8), and another number of
 warps takes less than nine tenths of their time, spills nothing and has enough on the way, that number is printed. Where
@@ -32,10 +32,10 @@ from typing import Any
 import triton
 
 from bench.lib.record import RESULTS
-from gckernels.testing import pipes
-from gckernels.testing.aot import compile_launch
 from gckernels.testing.configurations import DEFAULTS
 from gckernels.toolkit.kernels.launch import Launch
+from harness.machine_code import pipes
+from harness.machine_code.aot import compile_launch
 
 SPECS = (*DEFAULTS, "PowerSGD", "PowerSGD(rank=32)")
 FACTORS = (0.5, 1, 2)

@@ -10,7 +10,6 @@ import argparse
 import datetime
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,19 +41,6 @@ Ticks = tuple[int, int, int, int]
 """When a step began, its backward began and ended, and the step ended, in nanoseconds of the monotonic clock."""
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """An attachment without a plan, which is chosen while the model trains.
-
-    Attributes:
-        accuracy: the rule for its compressors.
-        steps: steps of the whole training, if the rule needs them.
-    """
-
-    accuracy: str
-    steps: int | None = None
-
-
 def checked_arm(text: str) -> str:
     """The name of an arm of :class:`Arm` in a command line, which is returned unchanged.
 
@@ -78,9 +64,9 @@ class Arm:
     """A model, its synchronisation and its optimizer, on a separate process group.
 
     Args:
-        spec: a plan; :class:`Tuned`; a compressor as :func:`gckernels.from_spec` takes it, with " through " and a name
-            of ``sync.programs.PROGRAMS`` if the program is not the default one; plain DDP; one of :data:`HOOKS`; or
-            :data:`SILENT`, whose steps take what DDP itself takes.
+        spec: a plan; :class:`~gckernels.sync.Auto`; a compressor as :func:`gckernels.from_spec` takes it, with
+            " through " and a name of ``sync.programs.PROGRAMS`` if the program is not the default one; plain DDP; one
+            of :data:`HOOKS`; or :data:`SILENT`, whose steps take what DDP itself takes.
         workload: the model.
         batch: inputs and answers of every step.
         topology: machines and ranks.
@@ -94,7 +80,7 @@ class Arm:
 
     def __init__(
         self,
-        spec: str | sync.Plan | Tuned,
+        spec: str | sync.Plan | sync.Auto,
         workload: Workload,
         batch: Batch,
         topology: sync.Topology,
@@ -111,14 +97,11 @@ class Arm:
         self.attach_s = time.perf_counter() - start_s
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def _attach(self, spec: str | sync.Plan | Tuned, topology: sync.Topology) -> Callable[[], float] | None:
+    def _attach(self, spec: str | sync.Plan | sync.Auto, topology: sync.Topology) -> Callable[[], float] | None:
         """Register the hook; returns a function for the bytes that an arm without a compressor reduces in a step."""
         numel = sum(each.numel() for each in self.model.parameters())
-        if isinstance(spec, sync.Plan):
+        if isinstance(spec, sync.Plan | sync.Auto):
             self.attachment = sync.attach(self.model, spec)
-            return None
-        if isinstance(spec, Tuned):
-            self.attachment = sync.attach(self.model, sync.Auto(accuracy=spec.accuracy, steps=spec.steps))
             return None
         if spec in (PLAIN, AGAIN):
             return lambda: 4.0 * numel

@@ -13,6 +13,7 @@ from bench.lib.step_tables import arm_name, bits_per_s, network_name, rate_name,
 from bench.lib.verdicts import best_of
 
 PATH = RESULTS / "cpu" / "auto.csv"
+RACE = RESULTS / "cpu" / "race.csv"
 MODELS = {
     "digits": "digits, 0.15 M",
     "fashion_mnist": "Fashion-MNIST, 0.21 M",
@@ -63,6 +64,28 @@ def choices_table(path: Path = PATH) -> str:
             cells = [_name(where), accuracy, row["chosen"], off, attach, row["tuning_steps"], pause]
             lines.append(dict(zip(head, cells, strict=True)))
     return markdown(lines, head)
+
+
+def race_table(path: Path = RACE) -> str:
+    """A line for every cell: steps with the best of uniform plans, and with predicted plans behind them.
+
+    They are fractions of plain DDP's. Beside each stands after how many steps it was chosen.
+    """
+    head = ["", "plain DDP", "again", "`BlockQuant(bits=4)`", "uniform plans alone", "stands after", "with predictions"]
+    head += ["stands after", "attaching", "chosen"]
+    lines = []
+    for where, arms in _cells(read_csv(path)):
+        cells = [
+            _name(where),
+            short_time(arms[PLAIN]["median_s"]),
+            _ratio(arms, AGAIN),
+            _ratio(arms, "BlockQuant(bits=4)"),
+        ]
+        for arm in (f"race, {SAFE}", f"auto, {SAFE}"):
+            cells += [f"**{_ratio(arms, arm)}**", arms[arm]["decision"].partition(":")[0].removeprefix("step ")]
+        cells += [short_time(arms[f"auto, {SAFE}"]["attach_s"]), arms[f"auto, {SAFE}"]["chosen"]]
+        lines.append([*cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
 
 
 def _cells(rows: Iterable[StepRow]) -> list[tuple[Where, dict[str, StepRow]]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 import gckernels
-from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, Tuned, checked_arm
+from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, checked_arm
 from gckernels import sync
 from gckernels.sync.accuracy.accuracy import allowed_compressors, as_accuracy, is_safe, unfitted
 from gckernels.sync.planner.drafts.problem import Problem, ProblemError
@@ -19,18 +19,23 @@ from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, PlanError
-from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.traces.model_trace import ModelTrace
 
 EXACT, SAFE, AGGRESSIVE, LOOSER = "exact", "safe", "aggressive", "looser"
 ACCURACIES = (EXACT, SAFE, AGGRESSIVE, LOOSER)
-SETTLED = 64  # steps after which a safe plan has been chosen, unless noise hides which one is best
+SETTLED = 160  # steps after which a plan has been chosen
 STEPS = 10 * SETTLED  # the aggressive rule holds after a tenth of them, when a plan is chosen anew
-TUNED = {f"auto, {SAFE}": Tuned(SAFE), f"auto, {AGGRESSIVE}": Tuned(AGGRESSIVE, STEPS)}
-TUNING_STEPS = {f"auto, {SAFE}": SETTLED, f"auto, {AGGRESSIVE}": 2 * SETTLED + 2}
+TUNED = {
+    f"auto, {SAFE}": sync.Auto(SAFE),
+    f"race, {SAFE}": sync.Auto(SAFE, predict=False),
+    f"auto, {AGGRESSIVE}": sync.Auto(AGGRESSIVE, STEPS),
+}
+TUNING_STEPS = {f"auto, {SAFE}": SETTLED, f"race, {SAFE}": SETTLED, f"auto, {AGGRESSIVE}": 2 * SETTLED}
 POLICY = "policy "
 POLICIES = tuple(name for name in STARTS if name != "none")
 POLICY_ARMS = tuple(f"{POLICY}{name}, {accuracy}" for accuracy in (SAFE, AGGRESSIVE) for name in POLICIES)
-ARMS = (PLAIN, AGAIN, *TUNED, *HOOKS, *COMPRESSORS, *POLICY_ARMS)
+RACE_ARMS = (PLAIN, AGAIN, f"auto, {SAFE}", f"race, {SAFE}", "BlockQuant(bits=4)")
+ARMS = (PLAIN, AGAIN, *(name for name in TUNED if name not in RACE_ARMS[3:]), *HOOKS, *COMPRESSORS, *POLICY_ARMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,7 @@ def checked_contender(text: str) -> str:
     Raises:
         argparse.ArgumentTypeError: no contender has this name.
     """
-    return text if text in ARMS else checked_arm(text)
+    return text if text in (*ARMS, *TUNED) else checked_arm(text)
 
 
 def accuracy_of(arm: str) -> str:
@@ -68,7 +73,7 @@ def accuracy_of(arm: str) -> str:
     return SAFE if is_safe(gckernels.from_spec(arm.partition(THROUGH)[0])) else AGGRESSIVE
 
 
-def accuracy_on(plan: sync.Plan, trace: Trace) -> str:
+def accuracy_on(plan: sync.Plan, trace: ModelTrace) -> str:
     """The strictest rule of accuracy that allows every compressor of a plan where it is; one of :data:`ACCURACIES`.
 
     It is :data:`LOOSER` for a plan that not even the aggressive rule allows, such as one that compresses an embedding
@@ -98,7 +103,7 @@ def rivals_of(arm: str, accuracies: Mapping[str, str]) -> list[str]:
     return [other for other, each in accuracies.items() if other != arm and ACCURACIES.index(each) <= limit]
 
 
-def policy_plans(arms: Collection[str], trace: Trace, pricer: Pricer) -> dict[str, Planned]:
+def policy_plans(arms: Collection[str], trace: ModelTrace, pricer: Pricer) -> dict[str, Planned]:
     """The plans of those of ``arms`` that are policies, by the arm's name; collective, rank 0 makes them.
 
     A policy is missing that finds no plan, or one for which the profile lacks a price.

@@ -46,8 +46,8 @@ from gckernels.sync.programs.steps import (
     ReduceScatter,
     Step,
 )
-from gckernels.sync.traces.model_trace import Trace
-from gckernels.sync.traces.trace_files import read_trace, trace_names
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.shipped_traces import trace_names
 
 COMPRESSORS = ("EFSignSGD", "BlockQuant(bits=4)")
 PLANS = ("none", "exact", "auto")
@@ -63,7 +63,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def links_s(plan: Plan, trace: Trace, machine: Description) -> float:
+def links_s(plan: Plan, trace: ModelTrace, machine: Description) -> float:
     """The seconds that the bytes of a plan take at least on the link that has to carry most of them in one direction.
 
     Every collective is taken to send as little as any algorithm can. Devices share links as evenly as they can.
@@ -147,7 +147,7 @@ def _between_machines(step: Step, before: float, after: float, root: int, machin
     return _in_group(step, before, after, machines, root)
 
 
-def ranks_s(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> float:
+def ranks_s(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -> float:
     """The seconds that the rank with most to do computes or copies at least, with everything else beside that.
 
     Sending takes processors as well. This is left out, because it is known only as what runs beside it loses.
@@ -175,7 +175,7 @@ def problem_of(
     machine: str, trace: str, compressors: Sequence[str], places: tuple[Place, ...] = (Place.DEVICE,)
 ) -> Problem:
     """The problem in which every tensor may use all compressors."""
-    traced, methods = read_trace(trace), tuple(map(gckernels.from_spec, compressors))
+    traced, methods = ModelTrace.load(trace), tuple(map(gckernels.from_spec, compressors))
     allowed = {tensor.name: methods for tensor in traced.tensors} if methods else {}
     return Problem(traced, Pricer(load_machine(machine)), Frontend.MODULE, allowed, places)
 

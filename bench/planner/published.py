@@ -35,8 +35,8 @@ from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, Plan, PlanError
 from gckernels.sync.programs import Place
-from gckernels.sync.traces.model_trace import Trace
-from gckernels.sync.traces.trace_files import read_trace, trace_names
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.shipped_traces import trace_names
 
 MACHINES = ("espresso-nvlink", "espresso-pcie")
 COMPRESSORS = ("EFSignSGD", "DGC(ratio=0.01)", "RandomK(ratio=0.01)")
@@ -55,7 +55,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def problem_of(machine: str, trace: Trace, compressor: str, whole: bool) -> Problem:
+def problem_of(machine: str, trace: ModelTrace, compressor: str, whole: bool) -> Problem:
     """A fresh problem; for a part of a model with its tensors up to the last of the first launches.
 
     Forward and optimizer, which all policies have in common, are left out.
@@ -101,7 +101,7 @@ def compressed_share(plan: Plan) -> float:
 
 def cell(machine: str, name: str, compressor: str, policies: Sequence[str]) -> list[Row]:
     """The rows of a cell, of the whole model and of its first launches."""
-    trace, rows = read_trace(name), []
+    trace, rows = ModelTrace.load(name), []
     for whole in (True, False):
         POLICIES["none"](problem_of(machine, trace, compressor, whole))  # programs are enumerated once in a process
         least_s = least_step_s(problem_of(machine, trace, compressor, whole))

@@ -43,7 +43,8 @@ from gckernels.sync.planner.search.search import Search
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs.steps import Place
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 
 KEY = ("part", "case", "figure")
 TESTBEDS = ("espresso-nvlink", "espresso-pcie")
@@ -55,7 +56,7 @@ MAX_BITS = 16
 Row = dict[str, str]
 
 
-def resnet101() -> Trace:
+def resnet101() -> ModelTrace:
     """A trace of the 314 gradients of ResNet-101, with ready times in proportion to elements."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     inputs = 64
@@ -69,18 +70,18 @@ def resnet101() -> Trace:
     return trace_of([*shapes, (1000, 2048), (1000,)][::-1])
 
 
-def trace_of(shapes: list[tuple[int, ...]]) -> Trace:
+def trace_of(shapes: list[tuple[int, ...]]) -> ModelTrace:
     """A trace of tensors with these shapes, whose backward takes 0.1 seconds."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     tensors, done = [], 0
     for number, (shape, numel) in enumerate(zip(shapes, sizes, strict=True)):
         done += numel
         tensors.append(TracedTensor(f"t{number}", numel, 0.1 * done / sum(sizes), shape))
-    return Trace("tensors", tuple(tensors), 0.1, 0.05)
+    return ModelTrace("tensors", tuple(tensors), 0.1, 0.05)
 
 
 def problem_of(
-    trace: Trace, machine: str, specs: tuple[str, ...], frontend: Frontend = Frontend.MODULE, **more: object
+    trace: ModelTrace, machine: str, specs: tuple[str, ...], frontend: Frontend = Frontend.MODULE, **more: object
 ) -> Problem:
     """A problem in which all tensors with two dimensions or more may use all compressors."""
     compressors = tuple(map(gckernels.from_spec, specs))
@@ -167,7 +168,7 @@ def small_problem(rng: random.Random) -> Problem:
             ready_s += rng.choice((0.0, 1e-4, 1e-3, 5e-3))
             tensors.append(TracedTensor(name, int(10 ** rng.uniform(2.5, 7)), ready_s))
         buckets.append(tuple(names))
-    trace = Trace("random", tuple(tensors), ready_s, buckets=tuple(buckets))
+    trace = ModelTrace("random", tuple(tensors), ready_s, buckets=tuple(buckets))
     problem = problem_of(trace, rng.choice(("lab", "two-sites-1gbit", "utility-p3-8xlarge")), (), Frontend.DDP)
     machine = Trusted.of(scaled(problem.machine, bandwidth_bit_per_s=10 ** rng.uniform(8, 11)))
     compressors = tuple(map(gckernels.from_spec, rng.sample(COMPRESSORS, rng.choice((1, 2)))))

@@ -3,15 +3,16 @@
     python -m bench.sync.auto --models transformer_10m --rates 200mbit 1gbit none
     python -m bench.sync.auto --networks 4 2x2 --models digits embedding --resume
     python -m bench.sync.auto --models transformer_1m --rates none --arms "plain again" "auto, safe" --rounds 200
+    python -m bench.sync.auto --race
     python -m bench.sync.auto --verdicts
 
 Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Every rank keeps to its part
 of the cores, whatever the arm. In each cell a copy of the model is attached to with the safe rule, and another one
-with the aggressive rule. Each measures its own profile, and trains until its plan has been chosen, on links of that
-rate. Then more copies compete: plain DDP; plain DDP again, which shows the noise floor; DDP with PyTorch's hooks;
-each compressor everywhere; and the plans of all policies, for a profile and a trace of this cell. Arms of the same
-plan are measured once (column ``same_as``). All take turns of several steps within one process, ``--at-once`` of them
-at a time beside plain DDP: a copy of a model of 10 million parameters takes 200 MB per rank.
+with the aggressive rule. Each trains until its plan has been chosen, on links of that rate. Then more copies compete:
+plain DDP; plain DDP again, which shows the noise floor; DDP with PyTorch's hooks; each compressor everywhere; and the
+plans of all policies, for a profile and a trace of this cell. Arms of the same plan are measured once (column
+``same_as``). All take turns of several steps within one process, ``--at-once`` of them at a time beside plain DDP: a
+copy of a model of 10 million parameters takes 200 MB per rank.
 
 Rows of ``bench/results/cpu/auto.csv`` have medians over the rounds, on the slowest rank. ``ratio_to_plain`` compares
 with plain DDP in the same rounds, and ``ratio_error`` is the standard error of that median. ``wire_nbytes`` are bytes
@@ -23,6 +24,9 @@ while the arms take turns, and may choose anew.
 ``attach_s`` are the seconds of the call that attaches, ``tuning_s`` those of the steps until the plan was chosen, and
 ``pause_s`` those by which the longest of these steps was longer than a plain one. ``stolen`` is the part of the cores
 that a host of virtual machines gave to others meanwhile. A policy without a plan has a row with 0 rounds.
+
+``--race`` measures whether predictions gain anything: the arm "race, safe" tries uniform plans alone, "auto, safe" also
+those that are predicted from what these trials have measured. Its rows are in ``bench/results/cpu/race.csv``.
 
 ``--verdicts`` measures nothing. It compares the rows with the bars of ``lib/verdicts.py``, shows the choice of every
 cell, and exits with 1 if a bar is missed.
@@ -50,6 +54,7 @@ from bench.lib.cells import CPU, Cell, Measurement, Row
 from bench.lib.contenders import (
     ARMS,
     POLICY_ARMS,
+    RACE_ARMS,
     TUNED,
     TUNING_STEPS,
     Planned,
@@ -69,7 +74,6 @@ from bench.sync.steps import ranks_of, slowest, throttle
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
 from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.tuning.trials.rules import MORE
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "accuracy", "median_s", "ratio_to_plain", "ratio_error", "wire_nbytes", "cpu_s")
@@ -90,6 +94,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="arms in memory beside those that have chosen")
     parser.add_argument("--budget-s", type=int, default=BUDGET_S, help="seconds for the rounds of the arms in memory")
     parser.add_argument("--profile-s", type=int, default=PROFILE_S, help="seconds for the profile that policies need")
+    parser.add_argument("--race", action="store_true", help="compare the plans with and without predictions")
     parser.add_argument("--verdicts", action="store_true", help="compare the rows with the bars, and measure nothing")
     return parser.parse_args()
 
@@ -105,7 +110,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
         }
         columns |= {"rate": rate}
         columns |= {"local_rate": local_rate, "max_rounds": args.rounds, "budget_s": args.budget_s}
-        arms = tuple(dict.fromkeys((PLAIN, AGAIN, *args.arms)))
+        arms = RACE_ARMS if args.race else tuple(dict.fromkeys((PLAIN, AGAIN, *args.arms)))
         found.append(Cell(Network(machines * ranks, rate, ranks, local_rate), columns, arms))
     return found
 
@@ -174,8 +179,6 @@ def _tuned(name: str, setting: Setting) -> tuple[Arm, Row]:
     arm = setting.arm(TUNED[name])
     assert arm.attachment is not None
     ticks = [arm.ticks() for _ in range(TUNING_STEPS[name])]
-    while not arm.attachment.decisions and len(ticks) < TUNING_STEPS[name] + MORE:  # noise hides which plan is best
-        ticks.append(arm.ticks())
     steps_s = slowest([((end - begin) / 1e9,) for begin, _, _, end in ticks])[:, 0].tolist()
     row: Row = {"attach_s": f"{arm.attach_s:.2f}", "tuning_s": f"{sum(steps_s):.2f}"}
     row |= {"tuning_steps": len(steps_s), "pause_s": f"{max(steps_s) - max(steps_s[1:4]):.2f}"}
@@ -261,7 +264,7 @@ def main() -> int:
         text, missed = judged(rows)
         print(f"{text}\n\n{choices(rows)}")
         return int(missed)
-    return cells.main(Measurement("auto", KEY, PRINTED, cells_of, measure), args)
+    return cells.main(Measurement("race" if args.race else "auto", KEY, PRINTED, cells_of, measure), args)
 
 
 if __name__ == "__main__":

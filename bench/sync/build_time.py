@@ -24,7 +24,7 @@ from gckernels import sync
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.programs import sizes as programs
 from gckernels.sync.resources.memory_spaces import Places
-from gckernels.testing.one_of_many import built, transformer
+from harness.one_of_many import built, transformer
 
 LAYERS, HIDDEN = 100, (32, 256)
 BUCKET_CAP_MB = 25

@@ -45,7 +45,6 @@ from bench.lib.turns import measured, ratio_of
 from bench.sync.steps import ranks_of, slowest, throttle
 from gckernels import sync
 from gckernels.sync.lab import Network, checked_rate
-from gckernels.sync.tuning.trials.rules import MORE
 
 KEY = ("model", "network", "rate", "change", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_fresh", "ratio_error", "settled_after", "longest_s", "chosen")
@@ -95,13 +94,13 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
     topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
     followed = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
-    settle(followed)
+    trained(followed, SETTLED)
     before = trained(followed, args.before)
     _change(cell.network, str(cell.columns["change"]))
     after = trained(followed, args.steps)
     fresh = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
     fresh.model.load_state_dict(followed.model.state_dict())  # gradients with the same errors of compressors
-    settle(fresh)
+    trained(fresh, SETTLED)
     arms = {"followed": followed, "fresh": fresh, PLAIN: Arm(PLAIN, workload, batch, topology)}
     for _ in range(WARM_UP):
         arms[PLAIN].ticks()
@@ -116,16 +115,6 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         rows.append(row | (_course(before, after) if name == "followed" else {}))
         arm.close()
     return rows if dist.get_rank() == 0 else []
-
-
-def settle(arm: Arm) -> None:
-    """Train an arm until it has chosen its plan; collective."""
-    assert arm.attachment is not None
-    trained(arm, SETTLED)
-    for _ in range(MORE):  # noise may hide which plan is best
-        if arm.attachment.decisions:
-            break
-        trained(arm, 1)
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Frontend
-from gckernels.sync.traces.model_trace import Trace
-from gckernels.sync.traces.trace_files import write_trace
+from gckernels.sync.traces.model_trace import ModelTrace
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "accuracy", "predicted_s", "median_s", "error", "ratio_to_plain", "regret")
@@ -146,7 +145,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         args.keep.mkdir(parents=True, exist_ok=True)
         name = "_".join(str(cell.columns[column]) for column in ("model", "network", "rate"))
         (args.keep / f"{name}.profile.json").write_text(json.dumps(profile_to_json(profile)))
-        write_trace(trace, args.keep / f"{name}.trace.json")
+        trace.save(args.keep / f"{name}.trace.json")
     planned = _planned(trace, Pricer(profile), plain.model, topology)
     arms = {PLAIN: plain}
     for name in ARMS[1:]:
@@ -171,7 +170,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     return rows if dist.get_rank() == 0 else []
 
 
-def _recorded(plain: Arm, methods: Sequence[Compressor]) -> Trace:
+def _recorded(plain: Arm, methods: Sequence[Compressor]) -> ModelTrace:
     """The trace of some steps of plain DDP."""
     recording = sync.trace_model(plain.model, steps=RECORDED_STEPS, compressors=methods)
     while not recording.done:
@@ -179,7 +178,7 @@ def _recorded(plain: Arm, methods: Sequence[Compressor]) -> Trace:
     return recording.trace
 
 
-def _computing_s(trace: Trace) -> float:
+def _computing_s(trace: ModelTrace) -> float:
     """The seconds of a step without communication."""
     return trace.forward_s + trace.backward_s + trace.optimizer_s
 
@@ -202,7 +201,7 @@ def _alone(arm: Arm) -> tuple[float]:
     return (statistics.median(seconds[COLD_STEPS:]),)
 
 
-def _planned(trace: Trace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology) -> dict[str, Planned]:
+def _planned(trace: ModelTrace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology) -> dict[str, Planned]:
     """The plan of every arm with its prediction, made by rank 0; collective."""
     made: list[dict[str, Any]] = [{}]
     if dist.get_rank() == 0:
@@ -227,7 +226,7 @@ def _planned(trace: Trace, pricer: Pricer, model: torch.nn.Module, topology: syn
 
 
 def _plan_of(
-    name: str, trace: Trace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology
+    name: str, trace: ModelTrace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology
 ) -> tuple[sync.Plan, float]:
     """The plan of an arm, and the seconds that its choice took."""
     start_s = time.perf_counter()

@@ -32,7 +32,7 @@ from bench.lib.rounds import take_turns
 from bench.lib.sizes import two_or_more
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
-from gckernels.sync.planner.replay import Replay, read_steps, replay
+from harness.replay import Replay, read_steps, replay
 
 KEY = ("rate", "world_size", "arm")
 PRINTED = ("arm", "median_s", "error", "least_error", "largest_error", "structure_error")

@@ -21,7 +21,8 @@ from bench.lib.contenders import (
     summary,
 )
 from gckernels import sync
-from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import Role, TracedTensor
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_rivals_are_as_accurate():
 
 
 def test_a_plan_is_as_accurate_as_its_worst_use_of_a_compressor(model):
-    def trace(error: float, role: Role = Role.WEIGHT) -> Trace:
+    def trace(error: float, role: Role = Role.WEIGHT) -> ModelTrace:
         roles = {"0.weight": Role.WEIGHT, "1.weight": role, "0.bias": Role.VECTOR, "1.bias": Role.VECTOR}
         errors = {"EFSignSGD(block=128)": error, "BlockQuant(bits=4, block=256, scale_dtype=torch.float32)": 0.1}
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
@@ -62,7 +63,7 @@ def test_a_plan_is_as_accurate_as_its_worst_use_of_a_compressor(model):
             TracedTensor(name, math.prod(shape), 0.01 * at, shape=shape, role=roles[name], errors=errors)
             for at, (name, shape) in enumerate(shapes.items(), start=1)
         ]
-        return Trace("two layers", tuple(tensors), backward_s=0.05)
+        return ModelTrace("two layers", tuple(tensors), backward_s=0.05)
 
     signs = sync.uniform_plan(model, "EFSignSGD", world_size=2)
     assert accuracy_on(signs, trace(0.6)) == "aggressive"

@@ -1,4 +1,4 @@
-"""Test that the table of entries in ``docs/operators.md`` is the one that the benchmark prints."""
+"""The table of entries in ``docs/operators.md`` equals what the benchmark prints."""
 
 from __future__ import annotations
 

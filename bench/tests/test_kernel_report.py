@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from bench.kernels.kernel_report import TABLE
-from gckernels.testing.kernel_table import COLUMNS, made_with, regressions, rows
+from harness.machine_code.kernel_table import COLUMNS, made_with, regressions, rows
 
 RECORD = {
     "spec": "Identity",

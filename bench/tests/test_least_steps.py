@@ -20,7 +20,8 @@ from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Place
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 
 DEVICE, BOTH = (Place.DEVICE,), (Place.DEVICE, Place.HOST)
 
@@ -32,7 +33,9 @@ def problem_of(
     places: tuple[Place, ...] = DEVICE,
 ) -> Problem:
     allowed = dict.fromkeys((tensor.name for tensor in tensors), (gckernels.EFSignSGD(), gckernels.DGC()))
-    return Problem(Trace("m", tensors, backward_s), Pricer(load_machine(machine)), Frontend.MODULE, allowed, places)
+    return Problem(
+        ModelTrace("m", tensors, backward_s), Pricer(load_machine(machine)), Frontend.MODULE, allowed, places
+    )
 
 
 def random_problem(rng: random.Random, machine: str, places: tuple[Place, ...]) -> Problem:

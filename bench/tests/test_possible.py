@@ -19,8 +19,9 @@ from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Place, enumerate_programs, ring
 from gckernels.sync.programs.steps import Broadcast
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
-from gckernels.sync.traces.trace_files import trace_names
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.shipped_traces import trace_names
+from gckernels.sync.traces.traced_tensors import TracedTensor
 
 TOPOLOGIES = [Topology(2), Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4), Topology(5, 4)]
 ROUNDING = 1.0 - 1e-9
@@ -46,15 +47,15 @@ def random_machine(draw: random.Random) -> Description:
     )
 
 
-def random_trace(draw: random.Random) -> Trace:
+def random_trace(draw: random.Random) -> ModelTrace:
     tensors, ready_s = [], 0.0
     for number in range(draw.randint(1, 9)):
         ready_s += draw.choice((0.0, 1e-4, 1e-3))
         tensors.append(TracedTensor(f"t{number}", int(10 ** draw.uniform(1, 6.5)), ready_s))
-    return Trace("random", tuple(tensors), ready_s + draw.choice((0.0, 1e-3)), draw.choice((0.0, 1e-3)), 1e-4)
+    return ModelTrace("random", tuple(tensors), ready_s + draw.choice((0.0, 1e-3)), draw.choice((0.0, 1e-3)), 1e-4)
 
 
-def random_plan(draw: random.Random, trace: Trace, topology: Topology, frontend: Frontend) -> Plan:
+def random_plan(draw: random.Random, trace: ModelTrace, topology: Topology, frontend: Frontend) -> Plan:
     """A plan with any programs and roots, of which the roots may all be the same."""
     spec = draw.choice(("BlockQuant", "EFSignSGD", "Cast16", "TopK(ratio=0.05)"))
     compressor, places = gckernels.from_spec(spec), draw.choice(((Place.DEVICE,), tuple(Place)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.kernels import warps
-from gckernels.testing import pipes
+from harness.machine_code import pipes
 
 TABLE = Path(__file__).parents[1] / "results" / "warps.csv"
 

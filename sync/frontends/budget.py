@@ -135,8 +135,8 @@ def rank_nbytes(plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topolog
 
 
 def _seen_from(rank: int, root: int, topology: Topology) -> int:
-    """A root that is to rank 0, whose shards are full, what ``root`` is to ``rank``: itself, a rank of its machine, the
-    rank in the same place of another machine, or another one."""
+    """A root that is to rank 0, whose shards are full, what ``root`` is to ``rank``. It is the rank itself, one of its
+    machine, the rank in the same place of another machine, or another one."""
     level = topology.index
     device = 0 if level(Level.INTRA, rank) == level(Level.INTRA, root) else topology.devices - 1
     machine = 0 if level(Level.INTER, rank) == level(Level.INTER, root) else topology.machines - 1
@@ -201,7 +201,7 @@ class Room:
 
     @staticmethod
     def of(device: torch.device) -> Room | None:
-        """The memory of a CUDA device now; ``None`` for any other device, and if its allocator does not tell."""
+        """The memory of a CUDA device now; ``None`` for any other device, and if its allocator does not say."""
         if device.type != "cuda":
             return None
         try:

@@ -159,7 +159,7 @@ class FrontendProtocol(Protocol):
         """
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        """Let a runtime continue where the one that runs ends, and build its messages for the buckets that are known.
+        """Let a runtime continue where the present one ends, and build its messages for the buckets that are known.
         Communicates nothing.
 
         Returns:

@@ -18,7 +18,6 @@ from ..plans.plan import Plan, PlanError
 from ..plans.prediction import Alternative, Prediction, Source
 from ..programs.stages import StageKind
 from ..programs.steps import Place
-from ..traces.trace_records import fingerprint
 from .auto import auto
 from .drafts.problem import Found, Policy, Problem, ProblemError
 from .machines.derived import DerivedMachine
@@ -116,7 +115,7 @@ def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = STA
         estimated=machine.estimated,
         margin=machine.margin,
         machine=Source(machine.name, machine_fingerprint(machine)),
-        trace=Source(trace.model, fingerprint(trace)),
+        trace=Source(trace.model, trace.fingerprint()),
         error=chosen.error,
         alternatives=tuple(Alternative(row.policy, row.step_s, row.error) for row in rows if row.policy != policy),
     )

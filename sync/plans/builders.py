@@ -46,16 +46,36 @@ def plan_of_parameters(
             compressor whose payloads are added.
         topology: the machines and devices that the plan is for, if its program has levels.
     """
-    if program is None:
-        program = default_program(compressor, world_size)
     if exempt is None:
         exempt = (lambda name, parameter: False) if compressor.traits.summable else exempt_vectors
+    compressors = {name: compressor for name, parameter in parameters.items() if not exempt(name, parameter)}
+    return plan_of_compressors(
+        parameters, compressors, program or default_program(compressor, world_size), world_size, topology
+    )
+
+
+def plan_of_compressors(
+    parameters: Mapping[str, torch.nn.Parameter],
+    compressors: Mapping[str, Compressor],
+    program: Program,
+    world_size: int,
+    topology: Topology | None = None,
+) -> Plan:
+    """The plan in which each parameter has its own compressor, and all have the same program.
+
+    Args:
+        parameters: by their plain names, without those that cannot have a gradient.
+        compressors: by the names of their parameters, not fitted to their shapes. Other parameters are sent exactly, in
+            the same messages.
+        program: the program. Parameters of a dtype that no compressor takes are averaged in place.
+        world_size: the number of ranks.
+        topology: the machines and devices that the plan is for, if the program has levels.
+    """
     units = []
     for name, parameter in parameters.items():
         reals = in_reals(parameter)
         encodable = reals.dtype in GRAD_DTYPES
-        compressed = encodable and not exempt(name, parameter)
-        fitted = compressor.fit(memory_shape(reals)) if compressed else Identity()
+        fitted = compressors[name].fit(memory_shape(reals)) if encodable and name in compressors else Identity()
         steps = program if encodable else ALLREDUCE
         units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
     return Plan(tuple(units), topology).spread_roots(world_size)

@@ -89,9 +89,7 @@ class Figures:
         journal, plan = self.journal, self._frontend.runtime.plan
         prediction, plain_nbytes = plan.prediction, self._plain_nbytes()
         sent_nbytes = self._sent_nbytes()
-        plain_s = next((each.none_s for each in reversed(journal.decisions) if each.none_s is not None), None)
-        if plain_s is None and prediction is not None:
-            plain_s = prediction.none_s
+        plain_s = self._plain_s()
         samples, overlap = journal.samples, self._overlap()
         known: dict[str, float | int | str | None] = {
             "step": journal.step,
@@ -134,6 +132,15 @@ class Figures:
         if self.journal.step:
             parts.append(f"step {self.journal.step:,}" + ("" if step_s is None else f", {duration(step_s)}"))
         return "; ".join(parts)
+
+    def _plain_s(self) -> float | None:
+        """The seconds of a plain step: those of a step now, and what the plan saves by the last trials, or else as it
+        was predicted; ``None`` if it is not known."""
+        step_s, prediction = self.journal.step_s, self._frontend.runtime.plan.prediction
+        tried = [each for each in self.journal.decisions if each.none_s is not None and each.measured_s is not None]
+        if tried and step_s is not None:
+            return step_s + (tried[-1].none_s or 0.0) - (tried[-1].measured_s or 0.0)
+        return None if prediction is None else prediction.none_s
 
     def policy(self) -> str:
         """The policy that has found the plan: its own, or else that of the last decision for it."""

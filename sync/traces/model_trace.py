@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+import os
+import sys
+from dataclasses import dataclass
 
-import torch
+from ..plans.json_files import MAX_NBYTES, parsed, write_whole
+from .published_traces import is_published, published_fields
+from .shipped_traces import shipped_traces, trace_names
+from .trace_records import checked_text, fields_of, hash_of
+from .traced_tensors import TracedTensor, TraceError
 
-
-class Role(Enum):
-    """The place of a tensor in its model, on which it depends whether compressing it is safe."""
-
-    WEIGHT = "weight"
-    VECTOR = "vector"  # fewer than two dimensions, such as biases and norms
-    EMBEDDING = "embedding"
-    OUTPUT = "output"  # the weight of the last layer
+_REMEDY = "write the trace again, with 'gckernels trace SCRIPT -o FILE'"
 
 
 @dataclass(frozen=True)
-class TracedTensor:
-    """One gradient of a model.
-
-    Attributes:
-        name: the plain name of the parameter.
-        numel: the number of elements, in real numbers.
-        ready_s: seconds from the start of backward until the gradient is ready on the slowest rank.
-        shape: the sizes of the dimensions in memory order; ``None`` if the trace does not say.
-        dtype: the dtype of the gradient.
-        role: the place of the tensor in the model.
-        norm: the Euclidean norm of the gradient, as a mean over steps; ``None`` if the trace does not say.
-        errors: the relative error ``|g - decode(encode(g))| / |g|`` of every measured compressor, by its spec.
-    """
-
-    name: str
-    numel: int
-    ready_s: float
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype = torch.float32
-    role: Role = Role.WEIGHT
-    norm: float | None = None
-    errors: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Trace:
+class ModelTrace:
     """A training step without compression and without the time of communication. All times are in seconds.
 
     Attributes:
@@ -76,6 +48,74 @@ class Trace:
         synchronisation alone, and all gains look larger than those of a training."""
         return self.forward_s > 0
 
+    def fingerprint(self) -> str:
+        """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
+        return hash_of(self)
 
-class TraceError(ValueError):
-    """Raised for a trace that is not valid, or that lacks something; the message says what to do."""
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace to a file, as JSON, which :meth:`load` reads. The file is replaced as a whole, or not at all.
+
+        Raises:
+            TraceError: the trace is not valid, or the file cannot be written.
+        """
+        text = self.to_text()
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            shown = os.fspath(path)
+            raise TraceError(f"{shown}: the trace cannot be written: {error.strerror}; give another path") from error
+
+    @staticmethod
+    def load(path_or_name: str | os.PathLike[str]) -> ModelTrace:
+        """The trace in a file, or a shipped one.
+
+        Args:
+            path_or_name: the path of a file that :meth:`save` has written or that has the published form; a name of
+                :func:`~gckernels.sync.traces.shipped_traces.trace_names`, unless there is a file of that name; or ``-``
+                for the standard input.
+
+        Raises:
+            TraceError: there is no such file or name, or the trace is damaged, cut off, of another version, or not
+                valid.
+        """
+        if not isinstance(path_or_name, str | os.PathLike):
+            raise TraceError(f"ModelTrace.load: expected a path or a name, got {type(path_or_name).__name__}")
+        path = os.fspath(path_or_name)
+        if path == "-":
+            return ModelTrace.from_text(sys.stdin.buffer.read(MAX_NBYTES + 1), "standard input")
+        if isinstance(path, str) and path in trace_names() and not os.path.exists(path):
+            return ModelTrace.from_text(shipped_traces()[path].read_bytes(), path)
+        try:
+            with open(path, "rb") as file:
+                return ModelTrace.from_text(file.read(MAX_NBYTES + 1), os.fsdecode(path))
+        except (OSError, ValueError) as error:
+            if isinstance(error, TraceError):
+                raise
+            names = ", ".join(trace_names()) or "none"
+            reason = error.strerror if isinstance(error, OSError) else error
+            give = f"give the path of a trace or the name of a shipped one ({names})"
+            raise TraceError(f"{path!r}: no trace can be read: {reason}; {give}") from error
+
+    def to_text(self) -> str:
+        """The text of the trace's file.
+
+        Raises:
+            TraceError: the trace is not valid.
+        """
+        return checked_text(self)
+
+    @staticmethod
+    def from_text(text: str | bytes, file: str) -> ModelTrace:
+        """The trace in the text of a file.
+
+        Args:
+            text: the text; bytes are UTF-8.
+            file: the name of the file, for errors.
+
+        Raises:
+            TraceError: the trace is not valid.
+        """
+        if len(text) > MAX_NBYTES:
+            raise TraceError(f"{file}: more than {MAX_NBYTES >> 20} MiB, no trace is as large; {_REMEDY}")
+        document = parsed(text, file, TraceError, _REMEDY)
+        return ModelTrace(**(published_fields(document) if is_published(document) else fields_of(document)))

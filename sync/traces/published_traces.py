@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..plans.json_files import Entry
-from .model_trace import Role, Trace, TracedTensor
 from .trace_records import check_order
+from .traced_tensors import Role, TracedTensor
 
 FIELDS = ("model", "source", "order", "tensors")
 _EMBEDDINGS = ("wte", "wpe")  # how GPT-2's names call its two embeddings
@@ -22,8 +23,8 @@ def is_published(document: Entry) -> bool:
     return isinstance(document.value, dict) and "format" not in document.value and "tensors" in document.value
 
 
-def from_published(document: Entry) -> Trace:
-    """The trace in a published list of tensors. Keys that are not known here are allowed.
+def published_fields(document: Entry) -> dict[str, Any]:
+    """The attributes of the trace in a published list of tensors. Keys that are not known here are allowed.
 
     Raises:
         TraceError: the document is not valid.
@@ -39,8 +40,13 @@ def from_published(document: Entry) -> Trace:
         )
     check_order(fields["tensors"], tensors)
     rest_s = fields["rest_us"].number() * 1e-6 if "rest_us" in fields else 0.0
-    model, tensors_with_roles = fields["model"].text(), with_roles_by_name(tensors)
-    return Trace(model, tensors_with_roles, tensors[-1].ready_s, forward_s=rest_s, source=source)
+    return {
+        "model": fields["model"].text(),
+        "tensors": with_roles_by_name(tensors),
+        "backward_s": tensors[-1].ready_s,
+        "forward_s": rest_s,
+        "source": source,
+    }
 
 
 def with_roles_by_name(tensors: Sequence[TracedTensor]) -> tuple[TracedTensor, ...]:

@@ -1,5 +1,5 @@
 """Traces as JSON records, and back. Version 1 of the format has everything that a
-:class:`~gckernels.sync.traces.model_trace.Trace` has, and the SHA-256 hash of the rest."""
+:class:`~gckernels.sync.traces.model_trace.ModelTrace` has, and the SHA-256 hash of the rest."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from gckernels.toolkit.fields import dtype_named
 
-from ..plans.json_files import MAX_NUMBER, Entry
-from .model_trace import Role, Trace, TracedTensor
+from ..plans.json_files import MAX_NUMBER, Entry, shown
+from .traced_tensors import Role, TracedTensor, TraceError
 
 FORMAT = "gckernels trace"
 VERSION = 1
@@ -27,19 +27,54 @@ _TENSOR = ("name", "numel", "ready_s")
 _MORE_OF_TENSOR = ("shape", "dtype", "role", "norm", "errors")
 
 
-def to_record(trace: Trace) -> dict[str, Any]:
-    """The trace as a dict of JSON values, with its hash."""
-    record = _without_hash(trace)
-    return record | {"sha256": _hash(record)}
+class RecordedTrace(Protocol):
+    """The attributes that a record has of a trace."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def tensors(self) -> tuple[TracedTensor, ...]: ...
+    @property
+    def backward_s(self) -> float: ...
+    @property
+    def forward_s(self) -> float: ...
+    @property
+    def optimizer_s(self) -> float: ...
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def copies_gradients(self) -> bool: ...
 
 
-def fingerprint(trace: Trace) -> str:
-    """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
+def hash_of(trace: RecordedTrace) -> str:
+    """The SHA-256 hash of a trace, in hexadecimal, as its file has it."""
     return _hash(_without_hash(trace))
 
 
-def from_record(document: Entry) -> Trace:
-    """The trace that :func:`to_record` has written.
+def checked_text(trace: RecordedTrace) -> str:
+    """The text of a trace's file: its record with its hash.
+
+    Raises:
+        TraceError: the trace is not valid.
+    """
+    where = f"the trace of {shown(trace.model)}"
+    try:
+        record = _without_hash(trace)
+        record |= {"sha256": _hash(record)}
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise TraceError(
+            f"{where}: it has values of wrong types: {error}; make it of the types that ModelTrace says"
+        ) from error
+    fields_of(Entry(record, where, TraceError, "correct the trace"))
+    tensors = record.pop("tensors")
+    head = json.dumps(record, indent=1, allow_nan=False).removesuffix("\n}")
+    return f'{head},\n "tensors": [\n  ' + ",\n  ".join(map(json.dumps, tensors)) + "\n ]\n}\n"
+
+
+def fields_of(document: Entry) -> dict[str, Any]:
+    """The attributes of the trace in a record.
 
     Raises:
         TraceError: the record is not valid.
@@ -52,19 +87,19 @@ def from_record(document: Entry) -> Trace:
     check_order(fields["tensors"], tensors)
     if backward_s < tensors[-1].ready_s:
         fields["backward_s"].refuse(f"at least the {tensors[-1].ready_s} seconds at which the last gradient is ready")
-    trace = Trace(
-        model=fields["model"].text(),
-        tensors=tensors,
-        backward_s=backward_s,
-        forward_s=fields["forward_s"].number() if "forward_s" in fields else 0.0,
-        optimizer_s=fields["optimizer_s"].number() if "optimizer_s" in fields else 0.0,
-        buckets=_buckets(fields["buckets"], tensors) if "buckets" in fields else (),
-        source=fields["source"].text() if "source" in fields else "",
-        copies_gradients=fields["copies_gradients"].boolean() if "copies_gradients" in fields else False,
-    )
+    found = {
+        "model": fields["model"].text(),
+        "tensors": tensors,
+        "backward_s": backward_s,
+        "forward_s": fields["forward_s"].number() if "forward_s" in fields else 0.0,
+        "optimizer_s": fields["optimizer_s"].number() if "optimizer_s" in fields else 0.0,
+        "buckets": _buckets(fields["buckets"], tensors) if "buckets" in fields else (),
+        "source": fields["source"].text() if "source" in fields else "",
+        "copies_gradients": fields["copies_gradients"].boolean() if "copies_gradients" in fields else False,
+    }
     if "sha256" in fields:
         _check_hash(fields["sha256"], document)
-    return trace
+    return found
 
 
 def check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:
@@ -89,7 +124,7 @@ def check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:
             )
 
 
-def _without_hash(trace: Trace) -> dict[str, Any]:
+def _without_hash(trace: RecordedTrace) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,

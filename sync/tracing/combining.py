@@ -18,7 +18,8 @@ import gckernels
 
 from ..communication.cores import Cores
 from ..plans.strides import in_reals, memory_shape
-from ..traces.model_trace import Role, Trace, TracedTensor
+from ..traces.model_trace import ModelTrace
+from ..traces.traced_tensors import Role, TracedTensor
 from .watch import NOT_READY, StepTimes, WatchedStep
 
 _NOTABLE = 0.05  # a smaller part of a step is not worth a word
@@ -97,7 +98,7 @@ def combined(
     specs: Sequence[str],
     buckets: tuple[tuple[str, ...], ...],
     ranks: RecordingRanks,
-) -> Trace:
+) -> ModelTrace:
     """The trace, the same on all ranks. Collective.
 
     Args:
@@ -120,10 +121,12 @@ def combined(
         for each in order
     ]
     last_s = tensors[-1].ready_s
-    return Trace(name, tuple(tensors), last_s, forward_s, optimizer_s, buckets, _source(len(steps), ranks, disturbed))
+    return ModelTrace(
+        name, tuple(tensors), last_s, forward_s, optimizer_s, buckets, _source(len(steps), ranks, disturbed)
+    )
 
 
-def unmeasured(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> Trace:
+def unmeasured(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> ModelTrace:
     """A trace of a model of which nothing is measured: without times, norms and errors.
 
     Args:
@@ -132,7 +135,9 @@ def unmeasured(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parame
     """
     order = [*parameters][::-1]  # about that in which gradients are ready
     roles = roles_of(module, parameters, order)
-    return Trace(type(module).__name__, tuple(_tensor(each, parameters[each], 0.0, roles[each]) for each in order), 0.0)
+    return ModelTrace(
+        type(module).__name__, tuple(_tensor(each, parameters[each], 0.0, roles[each]) for each in order), 0.0
+    )
 
 
 def _tensor(name: str, parameter: torch.nn.Parameter, ready_s: float, role: Role) -> TracedTensor:

@@ -22,7 +22,7 @@ from ..communication.clocks import clock_of
 from ..communication.collectives import on_any_rank
 from ..frontends.ddp.reducer import will_rebuild_buckets
 from ..frontends.ddp.step_ends import in_join
-from ..traces.model_trace import Trace
+from ..traces.model_trace import ModelTrace
 from .combining import Averaged, RecordingRanks, combined, refuse_different
 from .gradients import KeptGradients, digests
 from .watch import ModelWatch, StepMarks
@@ -143,7 +143,7 @@ class ModelTracer:
         errors: Mapping[str, tuple[float, Mapping[str, float]]],
         methods: Sequence[Compressor],
         name: str | None = None,
-    ) -> Trace | None:
+    ) -> ModelTrace | None:
         """The trace, the same on all ranks; ``None`` if the model is gone. Collective.
 
         Args:

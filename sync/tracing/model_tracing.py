@@ -24,7 +24,7 @@ from ..frontends.ddp.reducer import release_comm_hook
 from ..frontends.ddp.step_ends import in_join
 from ..frontends.ownership import attached, end_spent, recorded, refuse_claimed
 from ..plans.arguments import as_method, as_named_parameters
-from ..traces.model_trace import Trace
+from ..traces.model_trace import ModelTrace
 from .gradients import MAX_NUMEL
 from .model_tracer import ModelTracer, refuse_unrecordable
 
@@ -46,7 +46,7 @@ def trace_model(
             ...  # forward, backward, optimizer.step(), as ever
             if recording.done:
                 break
-        write_trace(recording.trace, "model.trace.json")
+        recording.trace.save("model.trace.json")
 
     A recorded step is a valid training step with the same result, bit for bit. But communication comes after backward
     instead of during it, so that no time contains it: neither waiting for the network, nor cores that threads of the
@@ -149,7 +149,7 @@ class ModelTracing:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._steps, self._methods, self._name = steps, tuple(methods), name
-        self._trace: Trace | None = None
+        self._trace: ModelTrace | None = None
         self._model, parameters = weakref.ref(model), _parameters(model)
         is_ddp, self._is_open = isinstance(model, DistributedDataParallel), True
         settings = (model, parameters, group, device_of(model), steps, warmup, MAX_NUMEL)
@@ -159,7 +159,7 @@ class ModelTracing:
         recorded.add(model)
 
     @property
-    def trace(self) -> Trace:
+    def trace(self) -> ModelTrace:
         """The trace, the same on all ranks.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..traces.model_trace import Trace
+from ..traces.model_trace import ModelTrace
 from .model_tracing import ModelTracing
 
 
@@ -33,7 +33,7 @@ def trace_of_script(
     *,
     is_module: bool = False,
     goes_on: bool = False,
-) -> Trace:
+) -> ModelTrace:
     """Run a training script and return the trace of its first DDP model. Every rank of torchrun calls it; without
     torchrun the script runs as the only rank.
 

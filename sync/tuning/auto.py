@@ -15,11 +15,11 @@ class Auto:
 
         sync.attach(model, sync.Auto(accuracy="aggressive", steps=10_000))
 
-    The links and compressors of the machine are measured when the model is attached, which takes 10 seconds, unless
-    they are known. The first steps are plain ones. Some are recorded; then plans are made, and the best ones run in
-    turns of ten real steps beside plain ones. After 60 steps the fastest stays, often plain averaging. Turns go on if
-    several plans are close, and for up to 400 steps if noise hides whether one is faster. Whatever fails ends this with
-    a warning, and plain averaging goes on.
+    Nothing is measured before the first step. Plain averaging runs for some steps, then every compressor that
+    ``accuracy`` allows in turns of five to ten, and the fastest plan stays, often plain averaging. This takes 60 steps,
+    or up to 110 if several plans are close or noise hides whether one is faster. Then a cost model chooses per tensor,
+    from what the trials have measured. Its plans are tried as well if they are predicted to be faster by more than its
+    error. Whatever fails ends this with a warning, and plain averaging goes on.
 
     Attributes:
         accuracy: the compressors that may be used. ``"exact"`` is none; ``"safe"`` those that lose nothing;
@@ -28,6 +28,7 @@ class Auto:
             loaded state that it does not allow is left by an exact step.
         steps: the number of steps of the whole training; needed for aggressive accuracy.
         replan: whether a new plan is found when the machine or its links have changed.
+        predict: whether the cost model chooses per tensor after the trials of plans with one compressor.
 
     :func:`~gckernels.sync.attach` checks the attributes, so that all ranks raise alike.
     """
@@ -35,6 +36,7 @@ class Auto:
     accuracy: AccuracyLike = "safe"
     steps: int | None = None
     replan: bool = True
+    predict: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.accuracy, Iterator):
@@ -49,8 +51,9 @@ class Auto:
         Raises:
             TypeError, ValueError: an attribute is not valid.
         """
-        if type(self.replan) is not bool:
-            raise TypeError(f"attach: replan must be True or False, got {self.replan!r}")
+        for name in ("replan", "predict"):
+            if type(value := getattr(self, name)) is not bool:
+                raise TypeError(f"attach: {name} must be True or False, got {value!r}")
         try:
             return stages_of(self.accuracy, self.steps, first_step)
         except (TypeError, ValueError) as error:
@@ -58,4 +61,7 @@ class Auto:
 
     def lines(self, first_step: int) -> list[str]:
         """Texts of all settings, which must be the same on all ranks."""
-        return [f"tuned, steps {self.steps}, replan {self.replan}", *map(str, self.phases(first_step))]
+        return [
+            f"tuned, steps {self.steps}, replan {self.replan}, predict {self.predict}",
+            *map(str, self.phases(first_step)),
+        ]

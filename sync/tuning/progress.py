@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..traces.model_trace import Trace
-from ..traces.trace_files import trace_from_text, trace_to_text
+from ..traces.model_trace import ModelTrace
 from .trials.rules import Phase
 from .watching.drift import REPLAN_STEPS, Allowance
 from .watching.fallback import remembering
@@ -38,10 +37,10 @@ class Progress:
     found: Mapping[tuple[str, str], float] = field(default_factory=dict)
     why_anew: str = ""
     waits: tuple[Allowance, ...] = ()
-    trace: Trace | None = None
+    trace: ModelTrace | None = None
     is_given: bool = False
 
-    def remembered(self, model: Trace) -> Trace:
+    def remembered(self, model: ModelTrace) -> ModelTrace:
         """A trace with the errors of compressors that are known from the training.
 
         Args:
@@ -63,7 +62,8 @@ class Progress:
         if self.tuned is not None and self.stage is not None:
             record |= {"stage": stages[self.stage].allowed, "policy": self.policy}
             record |= {"step_s": self.tuned.step_s, "none_s": self.tuned.none_s}
-            record |= {"trace": trace_to_text(self.tuned.trace)}
+            record |= {"computing_s": self.tuned.computing_s}
+            record |= {"trace": self.tuned.trace.to_text()}
             record |= {"waits": [[each.least, each.wait, each.since] for each in self.waits]}
         return json.dumps(record)
 
@@ -88,14 +88,15 @@ class Progress:
             found = {(str(name), str(spec)): float(error) for name, spec, error in record["found"]}
             if (rule := record.get("stage")) is None:
                 return Progress(found=found, why_anew="its trials had not ended")
-            trace = trace_from_text(record["trace"], "state")
+            trace = ModelTrace.from_text(record["trace"], "state")
             if record["ranks"] != ranks:
                 return Progress(found=found, why_anew=f"it was found on {int(record['ranks'])} ranks", trace=trace)
             begun = [number for number, stage in enumerate(stages) if stage.first_step <= step]
             stage = next((number for number in begun if stages[number].allowed == rule), None)
             if stage is None:
                 return Progress(found=found, why_anew=_OTHER_RULE, trace=trace)
-            tuned = Tuned(trace, stages[stage].accuracy, float(record["step_s"]), float(record["none_s"]))
+            times_s = (float(record[name]) for name in ("step_s", "none_s", "computing_s"))
+            tuned = Tuned(trace, stages[stage].accuracy, *times_s)
             waits = tuple(_allowance(*each) for each in record.get("waits", ()))
             return Progress(stage, str(record["policy"]), tuned, found, waits=waits)
         except (KeyError, TypeError, ValueError) as error:

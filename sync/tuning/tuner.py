@@ -1,5 +1,4 @@
-"""The tuner of a training: it records steps, lets rank 0 plan, tries the plans in turns of real steps, and keeps the
-best.
+"""The tuner of a training: it lets plans run in turns of real steps, and keeps the best. Proposers find the plans.
 
 Everything takes place at the ends of synchronising backwards, because these are the same on all ranks. The tuner is a
 sequence in which every ``yield`` is a training step. Its steps are counted alike on all ranks, and before anything that
@@ -22,20 +21,25 @@ from ..accuracy.accuracy import relative_error
 from ..communication.agreement import Failure
 from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
-from ..predictive.machine_cache import KnownMachine
-from ..predictive.searching import PlanSearch
-from ..traces.model_trace import Trace, TraceError
+from ..traces.model_trace import ModelTrace
+from ..traces.traced_tensors import TraceError
 from .decisions import short_sentences
 from .decisions.sentences import PLAIN as PLAIN_GOES_ON
 from .decisions.sentences import failed, restarted, resumed
+from .decisions.tried import UNIFORM
 from .progress import Progress, Retries
-from .trials.rules import STEPS, Phase, refusal
+from .proposer import Proposer
+from .recording import StepRecording
+from .trials.race import Race
+from .trials.rules import JOINED, MORE, STEPS, Phase, Rules, refusal
+from .trials.spans import StepSpans
 from .trials.training import Refused, Steps, TunedTraining
 from .trials.trial_report import outcome
-from .trials.trial_runner import played
 from .trials.trials import PLAIN
 from .watching.drift import Action
 from .watching.watching import Running, Tuned
+
+BEFORE_GOES_ON = "the plan from before, if it is still faster than plain ones"
 
 
 class Tuner:
@@ -44,8 +48,8 @@ class Tuner:
     Args:
         training: the training, whose plan compresses nothing.
         model: the model that it was given, which is not kept.
-        stages: the rules of accuracy, and when they begin.
-        known: the machine of the ranks.
+        rules: the rules of accuracy, and when they begin.
+        proposers: find the plans to try, one after the other. The plans of a later one join the race of the others.
         replan: whether the plan is watched that has been found, and others are made when it is no longer right.
     """
 
@@ -53,15 +57,16 @@ class Tuner:
         self,
         training: TunedTraining,
         model: torch.nn.Module,
-        stages: Sequence[Phase],
-        known: KnownMachine,
+        rules: Rules,
+        proposers: Sequence[Proposer],
         replan: bool,
     ) -> None:
-        self._training, self._stages = training, tuple(stages)
-        self._replan, self._retries = replan, Retries()
+        self._training, self._stages, self._model = training, rules.stages, rules.model
+        self._proposers, self._replan, self._retries = tuple(proposers), replan, Retries()
         self._progress = Progress()
         self._ranks, self._plain = training.ranks, training.plan
-        self._search = PlanSearch(training, model, known)
+        self._recording = StepRecording(training, model)
+        self._spans = StepSpans(model, training.frontend.group, training.frontend.device)
         self._running = self._new_running()
         self._sequence = self._tuned()
         training.listeners.add(self._go_on)
@@ -71,7 +76,13 @@ class Tuner:
         """End the tuning, with the plan that runs now. Further calls do nothing."""
         self._training.listeners.remove(self._go_on)
         self._sequence = (None for _ in ())
-        self._search.close()
+        self._end_proposals()
+        self._spans.close()
+
+    def _end_proposals(self) -> None:
+        self._recording.close()
+        for proposer in self._proposers:
+            proposer.close()
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -83,9 +94,10 @@ class Tuner:
     def restart(self, progress: Progress | None = None) -> None:
         """Continue from the next step's end on as ``progress`` says, or from the beginning. Every rank calls it between
         two steps."""
-        self._search.close()
+        self._end_proposals()
         self._sequence.close()
         self._progress, self._retries = progress or Progress(), Retries()
+        self._spans.open()
         self._running = self._new_running()
         self._sequence = self._tuned()
         self._training.listeners.remove(self._go_on)
@@ -111,9 +123,10 @@ class Tuner:
             next(self._sequence)
         except StopIteration:
             self._training.listeners.remove(self._go_on)
+            self._spans.close()
 
     def _new_running(self) -> Running:
-        running = Running(self._training, self._progress.waits)
+        running = Running(self._training, self._spans, self._progress.waits)
         running.found |= self._progress.found
         return running
 
@@ -125,7 +138,7 @@ class Tuner:
                 while self._training.steps < stage.first_step:
                     yield
                 self._progress = Progress()
-                tuned = yield from self._attempt(self._tune(stage, later, running, tuned), tuned)
+                tuned = yield from self._attempt(self._tune(stage, later, running), tuned)
             while True:
                 if tuned is not None and self._retries.due is None:  # otherwise a resumed job tries again
                     self._progress = Progress(number, self._training.policy, tuned)
@@ -169,33 +182,59 @@ class Tuner:
         is_due = due is not None and self._training.steps >= due and due != until
         return Action.REPLAN if is_due else Action.STAY
 
-    def _tune(self, stage: Phase, later: Sequence[Phase], running: Running, tuned: Tuned | None) -> Steps[Tuned | None]:
+    def _tune(self, stage: Phase, later: Sequence[Phase], running: Running) -> Steps[Tuned | None]:
         """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones, unless
-        the rule does not allow it.
+        the rule does not allow it."""
+        training, tuned = self._training, None
+        start, before, policy = training.steps, training.plan, training.policy
+        race = Race(training, self._spans, self._plain)
+        yield from race.run(start + STEPS)
+        trace = running.remembering((yield from self._traced(stage)))
+        joins = dict.fromkeys(self._again(before, trace, stage), policy)
+        for number, proposer in enumerate(self._proposers):
+            plans = yield from proposer.plans(stage, trace, race)
+            if isinstance(plans, Failure):
+                if not number:
+                    self._postpone(plans, BEFORE_GOES_ON if joins else PLAIN_GOES_ON)
+                    if not joins:
+                        return None
+                else:
+                    self._say_failed(plans.text, "the fastest plan so far")
+                plans = ()
+            elif not number:
+                self._retries = self._retries.settled()
+            winner = race.winner
+            is_new = race.join({**joins, **{plan: _policy_of(plan) for plan in plans}}, before)
+            if not number:
+                yield from race.run(start + STEPS, MORE)
+            elif not is_new or not (yield from self._runs_on(race, winner)):
+                continue
+            tuned = self._decided(race, trace, (stage, *later))
+        return tuned
 
-        If that fails it is postponed, and the plan from before competes with plain averaging alone.
-        """
-        last_step, before = self._training.steps + STEPS, self._training.plan
-        predicted_s: tuple[float | None, ...]
-        yield from self._training.changed(self._plain)
-        found = yield from self._search.found(stage, running.remembering, self._retries.due is not None)
-        if isinstance(found, Failure):
-            again = [] if tuned is None else self._again(before, running.remembering(tuned.trace), stage)
-            if tuned is None or not again:
-                self._postpone(found)
-                return tuned
-            self._postpone(found, "the plan from before, if it is still faster than plain ones")
-            trace, plans, predicted_s = tuned.trace, again, ()
-        else:
-            self._retries = self._retries.settled()
-            trace, proposed = found
-            is_new = before.fingerprint() not in {plan.fingerprint() for plan in proposed.finalists}
-            again = self._again(before, trace, stage) if is_new else []
-            plans = [*proposed.finalists, *again]
-            predicted_s = (*proposed.predicted_s, *(None for _ in again))
-        return (yield from self._try((self._plain, *plans), last_step, trace, stage, later, before, predicted_s))
+    def _runs_on(self, race: Race, winner: Plan) -> Steps[bool]:
+        """Let plans run that have joined a race, and return whether they could. Otherwise the winner from before goes
+        on."""
+        try:
+            yield from race.run(self._training.steps + JOINED)
+        except Refused as refused:
+            self._say_failed(str(refused), "the fastest plan so far")
+            yield from self._training.changed(winner)
+            return False
+        return True
 
-    def _again(self, plan: Plan, trace: Trace, stage: Phase) -> list[Plan]:
+    def _traced(self, stage: Phase) -> Steps[ModelTrace]:
+        """A trace of the next steps, or the model without times if no proposer needs them or they cannot be
+        recorded."""
+        if not any(proposer.needs_trace for proposer in self._proposers):
+            return self._model
+        trace = yield from self._recording.trace(stage.methods)
+        if isinstance(trace, Failure):
+            self._say_failed(trace.text, "plans that need no recording")
+            return self._model
+        return trace
+
+    def _again(self, plan: Plan, trace: ModelTrace, stage: Phase) -> list[Plan]:
         """The plan that ran before, with its error in this trace, if it compresses and the rule allows it; otherwise
         nothing."""
         if not self._compresses(plan) or refusal(plan, trace, stage):
@@ -211,12 +250,14 @@ class Tuner:
         """Do what the steps of a running plan ask for. If plain steps have become faster than it, a milder plan may
         still be faster than they are."""
         if action is Action.TRY_NONE and tuned is not None:
-            plan, last_step = self._training.plan, self._training.steps + STEPS
-            arms = (self._plain, *self._again(plan, running.remembering(tuned.trace), stage))
-            tuned = yield from self._try(arms, last_step, tuned.trace, stage, later, plan)
+            plan, policy, trace = self._training.plan, self._training.policy, running.remembering(tuned.trace)
+            race = Race(self._training, self._spans, self._plain)
+            race.join(dict.fromkeys(self._again(plan, trace, stage), policy), plan)
+            yield from race.run(self._training.steps + STEPS, MORE)
+            tuned = self._decided(race, tuned.trace, (stage, *later))
             if self._compresses(self._training.plan) or not running.may_replan():
                 return tuned
-        return (yield from self._tune(stage, later, running, tuned))
+        return (yield from self._tune(stage, later, running))
 
     def _postpone(self, failure: Failure, goes_on: str = PLAIN_GOES_ON) -> None:
         """Say that tuning has failed, and try it again later. People are warned once of each cause."""
@@ -227,22 +268,17 @@ class Tuner:
         level = logging.INFO if is_known else logging.WARNING
         training.say((failed(*given), short_sentences.failed(*given)), level=level)
 
-    # ---------------------------------------------------------------- its parts
+    def _say_failed(self, error: str, goes_on: str) -> None:
+        given = ("predicting plans", error, goes_on)
+        self._training.say((failed(*given), short_sentences.failed(*given)))
 
-    def _try(
-        self,
-        arms: Sequence[Plan],
-        last_step: int,
-        trace: Trace,
-        stage: Phase,
-        later: Sequence[Phase],
-        incumbent: Plan,
-        predicted_s: Sequence[float | None] = (),
-    ) -> Steps[Tuned]:
-        """Let plans run in turns, up to a step, and then the best one."""
-        training = self._training
-        found = yield from played(training, arms, last_step, predicted_s, incumbent)
-        ways = (self._ranks.world_size, training.frontend.kind)
-        training.decide(outcome(training.steps, trace, arms, found, (stage, *later), *ways))
-        trials = found.trials
-        return Tuned(trace, stage.accuracy, trials.median_s(trials.winner), trials.median_s(PLAIN))
+    def _decided(self, race: Race, trace: ModelTrace, stages: Sequence[Phase]) -> Tuned:
+        """The outcome of a race, whose winner runs now."""
+        training, trials = self._training, race.trials
+        training.decide(outcome(training.steps, trace, race, stages, self._ranks.world_size, training.frontend.kind))
+        times_s = (trials.median_s(trials.winner), trials.median_s(PLAIN), race.computing_s)
+        return Tuned(trace, stages[0].accuracy, *times_s)
+
+
+def _policy_of(plan: Plan) -> str:
+    return UNIFORM if plan.prediction is None else plan.prediction.policy

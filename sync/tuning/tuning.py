@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,12 +12,12 @@ from ..frontends.changes import PlanChanges
 from ..frontends.checks.models import sparse, sparse_parameter, why_uncompressed
 from ..plans.names import summary_of
 from ..plans.plan import Plan
-from ..predictive.machine_cache import KnownMachine
 from ..states.jobs import Job
 from ..tracing.combining import unmeasured
 from .auto import Auto
 from .decisions import sentences, short_sentences
 from .progress import Progress
+from .proposer import Proposer
 from .trials.rules import Rules
 from .trials.training import TunedTraining
 from .tuner import Tuner
@@ -28,8 +28,7 @@ _UNEVEN = "in join() ranks may have different numbers of steps, and it needs all
 
 
 class Tuning:
-    """Finds plans while a model is trained. Construction is collective, and may measure the machine. The plan that runs
-    compresses nothing.
+    """Finds plans while a model is trained. The plan that runs compresses nothing.
 
     Args:
         training: the training.
@@ -37,13 +36,17 @@ class Tuning:
         model: the model that was given, which is not kept.
         auto: the settings.
         start_step: the first step that may be compressed.
-
-    Raises:
-        RuntimeError: a rank is gone.
+        proposers: find the plans to try.
     """
 
     def __init__(
-        self, training: TunedTraining, changes: PlanChanges, model: torch.nn.Module, auto: Auto, start_step: int
+        self,
+        training: TunedTraining,
+        changes: PlanChanges,
+        model: torch.nn.Module,
+        auto: Auto,
+        start_step: int,
+        proposers: Sequence[Proposer],
     ) -> None:
         self._training, self._changes = training, changes
         self._tuner: Tuner | None = None
@@ -59,8 +62,7 @@ class Tuning:
             training.listeners.add(_count)
             self._warn_of_failure(refusal)
             return
-        methods = list(dict.fromkeys(method for phase in phases for method in phase.methods))
-        self._tuner = Tuner(training, model, phases, KnownMachine(ranks, methods), auto.replan)
+        self._tuner = Tuner(training, model, self._rules, proposers, auto.replan)
 
     def close(self) -> None:
         """Let the plan stay that runs now. Further calls do nothing."""

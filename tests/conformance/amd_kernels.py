@@ -15,11 +15,11 @@ import sys
 import torch
 
 from gckernels import Codec
-from gckernels.testing.aot import AMD, assemble_for_amd, specialize
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
 from gckernels.toolkit.kernels import launch as launching
 from gckernels.toolkit.kernels.launch import Launch
+from harness.machine_code.aot import AMD, assemble_for_amd, specialize
+from harness.machine_code.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
 
 # dtype, elements, chunks, sources; sparsifiers select in small chunks with a kernel of their own
 SHAPES = (torch.float32, 2**13, 4, 3), (torch.float32, 2**20, 4, 3)
@@ -35,8 +35,8 @@ def launches(compressor: Codec) -> list[Launch]:
 
 
 def facts(number: int) -> dict[str, object]:
-    """The configuration and name of a kernel, its spilled registers, whether its threads may exchange values through
-    global memory, and its waits for memory: all of them, and those with a barrier and no access behind them."""
+    """The configuration and name of a kernel, its spilled registers, and whether its threads may exchange values
+    through global memory. Then its waits for memory: all of them, and those with a barrier and no access behind."""
     spec, launch = _kernels[number]
     assembly = assemble_for_amd(launch)
     spilled = re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)  # scalar registers are spilled into vector registers

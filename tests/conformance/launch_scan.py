@@ -21,11 +21,11 @@ from collections.abc import Iterator
 import torch
 import triton
 
-from gckernels.testing.aot import lower_launch, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
-from gckernels.testing.launches import call_of_large, calls_of_many, calls_of_one, has_batches, launches_of_powersgd
 from gckernels.toolkit.kernels.launch import Launch
 from gckernels.toolkit.sparsifier.batch_kernels import BATCH_KERNELS
+from harness.machine_code.aot import lower_launch, specialize
+from harness.machine_code.launches import call_of_large, calls_of_many, calls_of_one, has_batches, launches_of_powersgd
 
 CAPABILITY = 90
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

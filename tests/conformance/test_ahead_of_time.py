@@ -16,12 +16,12 @@ from configurations import CONFIGURATIONS, ONE_OF_EACH_KIND, parametrize
 
 from gckernels import chunk_numel
 from gckernels.codec import Decoding, Encoding
-from gckernels.testing.aot import TARGETS
-from gckernels.testing.kernel_table import made_with, read_table, regressions, rows
-from gckernels.testing.launches import collect, has_batches, has_recode, is_variation
 from gckernels.toolkit.kernels.launch import record_launches
 from gckernels.toolkit.quantizer import MapQuantizer
 from gckernels.toolkit.sparsifier import Sparsifier
+from harness.machine_code.aot import TARGETS
+from harness.machine_code.kernel_table import made_with, read_table, regressions, rows
+from harness.machine_code.launches import collect, has_batches, has_recode, is_variation
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "kernels.csv"
 

@@ -25,7 +25,7 @@ def fill_kernel(out_ptr, COUNT: tl.constexpr):
 COMPILE = """
 import importlib, json, sys, torch
 from pathlib import Path
-from gckernels.testing import aot
+from harness.machine_code import aot
 from gckernels.toolkit.kernels.launch import launch, record_launches
 
 steps, text, folder = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])

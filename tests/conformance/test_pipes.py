@@ -9,8 +9,8 @@ import pytest
 import triton
 from configurations import DEFAULTS
 
-from gckernels.testing.kernel_table import made_with
-from gckernels.testing.pipes import COLUMNS, busier, read_table
+from harness.machine_code.kernel_table import made_with
+from harness.machine_code.pipes import COLUMNS, busier, read_table
 from processes import output_of
 
 TABLE = Path(__file__).parents[2] / "bench" / "results" / "pipes.csv"

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from gckernels.testing.aot import TARGETS
+from harness.machine_code.aot import TARGETS
 from processes import output_of
 
 PRODUCTS = ("_left_kernel", "_right_kernel", "_reconstruct_kernel")
 COMPILE = """
 import json, sys
 import torch
-from gckernels.testing.launches import launches_of_powersgd
-from gckernels.testing.aot import compile_launches
+from harness.machine_code.launches import launches_of_powersgd
+from harness.machine_code.aot import compile_launches
 
 targets, ranks, names = map(json.loads, sys.argv[1:])
 dtypes = [getattr(torch, name) for name in names]

@@ -14,12 +14,17 @@ import pytest
 from pages import PAGES
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("gckernels", "sync", "bench", "tests", "examples")
+FOLDERS = ("gckernels", "sync", "bench", "tests", "examples", "harness")
 
 OPENING = re.compile(r"(?:\A|[.!?]\s+|\n\s*\n\s*(?:- )?|\n\s*- )(What|Of|Those|That|And)\b")
 GENITIVE = re.compile(r"^ +\w+(?:, \w+)*: (of|that|those|and)\b", re.MULTILINE)
 COMMENT = re.compile(r"# (what|of|those|that|and)\b", re.IGNORECASE)
 WORD = re.compile(r"\b(mend|mends|mended|reckon\w*|so many|belongs? into|(?:make|makes|made) good for|told by)\b")
+FIRST = re.compile(r"\b(tells?|as many as|the ones? that)\b")
+"""Banned in the first sentence of a docstring."""
+MARKUP = re.compile(r":\w+:`[^`]*`|``[^`]*``")
+MOST_WORDS = 32
+"""The largest number of words in the first sentence of a docstring."""
 NAME = re.compile(r"_*(?:most_(?!common$).*|said|said_twice|told|came|come|spoilt|adds|way)", re.IGNORECASE)
 
 
@@ -30,6 +35,11 @@ def faults(path: Path) -> Iterator[str]:
             text = inspect.cleandoc(node.value.value)
             yield from (f"{node.lineno}: {found.group(1)} ..." for found in OPENING.finditer(text))
             yield from (f"{node.lineno}: {found.group().strip()} ..." for found in GENITIVE.finditer(text))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            first = MARKUP.sub("x", re.split(r"(?<=[.!?])\s|\n\n", text)[0])
+            yield from (f"{node.body[0].lineno}: {found.group()}" for found in FIRST.finditer(first))
+            if len(first.split()) > MOST_WORDS:
+                yield f"{node.body[0].lineno}: a first sentence of {len(first.split())} words"
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (f"{node.lineno}: {found.group()}" for found in WORD.finditer(node.value))
         for name in (getattr(node, field, None) for field in ("id", "arg", "attr", "name")):
@@ -70,9 +80,10 @@ def test_documents_are_plain(path):
 
 def test_every_construction_is_found(tmp_path):
     path = tmp_path / "module.py"
+    long = f'def f():\n    """It tells {"very " * 32}much."""\n'
     path.write_text(
         '"""What it is. Of a rank.\n\nArgs:\n    rank: of this process.\n"""\n'
-        "most_nbytes = 1  # of a bucket\nraise ValueError(f'told by {most_nbytes}')  # mends it\n"
+        "most_nbytes = 1  # of a bucket\nraise ValueError(f'told by {most_nbytes}')  # mends it\n" + long
     )
     assert sorted(faults(path)) == [
         "1: Of ...",
@@ -83,4 +94,6 @@ def test_every_construction_is_found(tmp_path):
         "7: mends",
         "7: most_nbytes",
         "7: told by",
+        "9: a first sentence of 35 words",
+        "9: tells",
     ]

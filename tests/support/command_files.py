@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from gckernels.sync import commands
-from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
-from gckernels.sync.traces.trace_files import write_trace
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import Role, TracedTensor
 
 LAYERS = 4
 NUMEL = 1 << 18
 
 
-def small_trace(backward_s: float = 0.02, buckets: bool = False) -> Trace:
+def small_trace(backward_s: float = 0.02, buckets: bool = False) -> ModelTrace:
     """A model of four matrices, each with a vector."""
     tensors = []
     for layer in reversed(range(LAYERS)):
@@ -23,13 +23,13 @@ def small_trace(backward_s: float = 0.02, buckets: bool = False) -> Trace:
         tensors.append(TracedTensor(f"{layer}.weight", NUMEL, ready_s, (512, 512)))
     halves = (tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
     names = tuple(tuple(tensor.name for tensor in half) for half in halves) if buckets else ()
-    return Trace("small", tuple(tensors), backward_s, forward_s=0.01, optimizer_s=0.002, buckets=names)
+    return ModelTrace("small", tuple(tensors), backward_s, forward_s=0.01, optimizer_s=0.002, buckets=names)
 
 
 def write_small_trace(folder: Path, **options: Any) -> str:
     """Write the trace to a file, and return its path."""
     path = folder / "small.trace.json"
-    write_trace(small_trace(**options), path)
+    small_trace(**options).save(path)
     return str(path)
 
 

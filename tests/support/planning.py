@@ -15,7 +15,7 @@ from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
-from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.traces.model_trace import ModelTrace
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SimpleMachine:
 
 
 def problem_of(
-    trace: Trace, frontend: Frontend, compressors: tuple[Compressor, ...] = (), **machine: object
+    trace: ModelTrace, frontend: Frontend, compressors: tuple[Compressor, ...] = (), **machine: object
 ) -> Problem:
     """A problem in which every tensor may use all ``compressors``."""
     allowed = {tensor.name: compressors for tensor in trace.tensors}

@@ -10,7 +10,8 @@ from gckernels.sync import Topology
 from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class RatedMachine:
         return Price(nbytes * self.copy_s, {resource: nbytes * self.copy_s})
 
 
-def trace_of(*tensors: tuple[str, int, float], buckets: tuple[tuple[str, ...], ...] = (), **changes: float) -> Trace:
+def trace_of(
+    *tensors: tuple[str, int, float], buckets: tuple[tuple[str, ...], ...] = (), **changes: float
+) -> ModelTrace:
     """A trace of tensors, given as name, number of elements and the time when the gradient is ready."""
     traced = tuple(TracedTensor(*each) for each in tensors)
-    return Trace("model", traced, max(each.ready_s for each in traced), buckets=buckets, **changes)
+    return ModelTrace("model", traced, max(each.ready_s for each in traced), buckets=buckets, **changes)

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
+from gckernels.sync.attaching.proposers import LaterProposer
 from gckernels.sync.plans.prediction import Prediction, Source
-from gckernels.sync.predictive import machine_cache, searching
-from gckernels.sync.predictive.measuring import Measured
+from gckernels.sync.predictive import searching
 from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.tuning.trials import trial_runner
+from gckernels.sync.tuning import uniform_candidates
+from gckernels.sync.tuning.trials import spans
 from models import SMALL_BUCKETS
 
 PLAIN = "none"
@@ -29,11 +30,10 @@ def predicted(plan: sync.Plan, policy: str) -> sync.Plan:
     return replace(plan, prediction=Prediction(0.5, 1.0, policy, False, 0.02, source, source, 0.1))
 
 
-def proposal_of(model: Any, specs: Mapping[str, str], world_size: int | None = None) -> Proposal:
-    """A proposal of plans with one compressor each, by their names."""
+def proposal_of(model: Any, specs: Mapping[str, str], world_size: int | None = None) -> tuple[sync.Plan, ...]:
+    """Plans with one compressor each, by their names."""
     made = {name: sync.uniform_plan(model, spec, exempt=None, world_size=world_size) for name, spec in specs.items()}
-    plans = tuple(predicted(plan, name) for name, plan in made.items())
-    return Proposal(plans, 1.0)
+    return tuple(predicted(plan, name) for name, plan in made.items())
 
 
 def policy_of(handle: Any) -> str:
@@ -51,7 +51,8 @@ class ScriptedClock:
     now_s: float = 0.0
 
     def mark(self) -> float:
-        self.now_s += self.step_s[policy_of(self.handle())]
+        handle = self.handle()  # none while it is attached
+        self.now_s += self.step_s[PLAIN if handle is None else policy_of(handle)]
         return self.now_s
 
     def seconds(self, first: float, second: float) -> float:
@@ -60,23 +61,35 @@ class ScriptedClock:
 
 @contextlib.contextmanager
 def scripted(
-    model: torch.nn.Module, specs: Mapping[str, str], step_s: Mapping[str, float], handles: list[Any]
+    model: torch.nn.Module,
+    specs: Mapping[str, str],
+    step_s: Mapping[str, float],
+    handles: list[Any],
+    proposal: Callable[..., Proposal] | None = None,
 ) -> Iterator[None]:
-    """A context in which tuning measures no machine, proposes the plans of ``specs``, and reads scripted times.
+    """A context in which tuning tries the plans of ``specs``, and reads scripted times.
 
     Args:
         model: the model that is tuned.
         specs: compressors by the names of their plans.
         step_s: seconds of a step with each plan, and of a plain one.
         handles: a list to which the test adds the handle.
+        proposal: what is predicted after their trials; by default nothing.
     """
-    clock = ScriptedClock(lambda: handles[0], step_s)
+    clock = ScriptedClock(lambda: handles[0] if handles else None, step_s)
     with (
-        mock.patch.object(machine_cache, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
-        mock.patch.object(searching, "proposal", lambda *_: proposal_of(model, specs)),
-        mock.patch.object(trial_runner, "clock_of", lambda device: clock),
+        mock.patch.object(uniform_candidates, "candidates", lambda *_: proposal_of(model, specs)),
+        mock.patch.object(LaterProposer, "plans", predict_nothing if proposal is None else LaterProposer.plans),
+        mock.patch.object(searching, "proposal", proposal),
+        mock.patch.object(spans, "clock_of", lambda device: clock),
     ):
         yield
+
+
+def predict_nothing(*_: Any) -> Iterator[None]:
+    """A search that finds no plan at once."""
+    return ()
+    yield
 
 
 def tuned_handle(

@@ -102,9 +102,9 @@ def test_too_large_is_the_largest(form, name):
 
 COMPILE = """
 import torch
-from gckernels.testing.aot import assemble_for_amd, disassemble
+from harness.machine_code.aot import assemble_for_amd, disassemble
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.launches import calls_of_one
+from harness.machine_code.launches import calls_of_one
 
 for spec in ("BlockFP8", "BlockFP8(format='e5m2', block=32)"):
     for call, _, launches in calls_of_one(CONFIGURATIONS[spec], torch.bfloat16, 4096, 1, 1, accumulate=False):

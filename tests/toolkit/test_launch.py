@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from gckernels.testing.aot import _accesses, _instructions, _tile_numel, compile_launch
 from gckernels.toolkit.kernels.launch import launch, record_launches
+from harness.machine_code.aot import _accesses, _instructions, _tile_numel, compile_launch
 from helpers import KERNEL, KERNEL_PARAM
 
 

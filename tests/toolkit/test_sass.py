@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gckernels.testing.aot import Compiled
-from gckernels.testing.pipes import NBYTES_PER_CYCLE, above_the_bar, busier, estimate, markdown
-from gckernels.testing.sass import (
+from harness.machine_code.aot import Compiled
+from harness.machine_code.pipes import NBYTES_PER_CYCLE, above_the_bar, busier, estimate, markdown
+from harness.machine_code.sass import (
     ALU,
     FMA,
     ISSUE,

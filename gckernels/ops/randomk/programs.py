@@ -98,8 +98,8 @@ def _find_entries(
     seed, first, begin, rest, tile_first, size, k, least, inverse_k, PIECE: tl.constexpr, LANES: tl.constexpr,
     TILE: tl.constexpr
 ):  # fmt: skip
-    """The entries of a tile in one piece of the groups from ``first`` on, of ``LANES`` groups: the groups, the entries'
-    positions relative to the tile's start, and a mask of those that are in the tile."""
+    """The entries of a tile in one piece of the groups from ``first`` on, of ``LANES`` groups. They are the groups, the
+    entries' positions relative to the tile's start, and a mask of the entries that are in the tile."""
     lanes = (PIECE * LANES + tl.arange(0, LANES)).to(tl.int64)
     groups = (first + lanes).to(tl.uint32)
     if PIECE == 0:

@@ -100,7 +100,7 @@ _DESCRIPTIONS = re.compile(
 
 
 def described(text: str) -> dict[str, str]:
-    """The lines of ``/proc/cpuinfo`` that tell kinds of processors apart, by their names; the first of each name. Which
+    """The lines of ``/proc/cpuinfo`` in which kinds of processors differ, by their names; the first of each name. Which
     there are depends on the kind of machine; other lines differ from core to core, or change."""
     return {name: value.strip() for name, value in reversed(_DESCRIPTIONS.findall(text))}
 

@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 def set_num_threads(num_threads: int | None) -> None:
-    """Set the number of threads of the host path, the calling one included; ``None``: as many as torch.
+    """Set the number of threads of the host path, the calling one included; ``None`` for the number that torch has.
 
     Results do not depend on it.
 

@@ -1,4 +1,4 @@
-"""Tables for kernels: numbers that tell the programs of a launch where their work is."""
+"""Tables for kernels: numbers from which the programs of a launch find their work."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 from ...planner.machines.description import Description
 from ...planner.machines.machine import Machine
 from ...planner.machines.profile import Profile
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from .outcome import bad_data
 
 NOTED = 4  # prices that are named
@@ -29,7 +29,7 @@ class Caveats:
         unusable: for compressors that were named, but that no gradient may use, the reason, by the spec.
     """
 
-    trace: Trace
+    trace: ModelTrace
     machine: Machine
     allowed: tuple[str, ...] = ()
     unpriced: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def slips_of_machine(machine: Machine) -> list[str]:
     return found
 
 
-def slips_of_trace(trace: Trace) -> list[str]:
+def slips_of_trace(trace: ModelTrace) -> list[str]:
     """A sentence about the time of backward, if no model of that size has it."""
     numel = sum(tensor.numel for tensor in trace.tensors)
     if trace.backward_s > _LONGEST_BACKWARD_S or (trace.backward_s < _SHORTEST_S and numel >= _LARGE):

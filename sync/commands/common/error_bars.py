@@ -7,7 +7,7 @@ from typing import Any
 
 from ...planner.machines.machine import Machine
 from ...plans.numbers import duration, whole_percent
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Band:
     whole_step: bool
 
     @staticmethod
-    def of(machine: Machine, trace: Trace) -> Band:
+    def of(machine: Machine, trace: ModelTrace) -> Band:
         """The band of predictions for a trace on a machine."""
         return Band(machine.estimated, machine.margin, trace.is_whole_step)
 

@@ -26,8 +26,8 @@ from ...plans.arguments import as_method
 from ...plans.names import short_spec
 from ...plans.plan import Frontend, Plan
 from ...programs.steps import Place
-from ...traces.model_trace import Trace
-from ...traces.trace_files import read_trace, trace_names
+from ...traces.model_trace import ModelTrace
+from ...traces.shipped_traces import trace_names
 from .caveats import Caveats
 from .files import STANDARD, source
 from .kinds import MAKE_MACHINE, MAKE_TRACE, reading_kind
@@ -70,7 +70,7 @@ def check_policy(name: str) -> None:
         raise wrong_use(f"--{error}", "leave it out for auto") from None
 
 
-def no_plan(policy: str, error: ProblemError, trace: Trace) -> CommandError:
+def no_plan(policy: str, error: ProblemError, trace: ModelTrace) -> CommandError:
     """The error for a policy that has no plan for a trace."""
     spec = policy.removeprefix("all:")
     if spec != policy:
@@ -117,10 +117,10 @@ def add_constraints(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def trace_of(path: str) -> Trace:
+def trace_of(path: str) -> ModelTrace:
     """The trace in a file, on stdin, or shipped with a name."""
     with reading_kind(path, "trace"):
-        return read_trace(path)
+        return ModelTrace.load(path)
 
 
 def machine_of(path: str) -> Machine:
@@ -159,14 +159,14 @@ def check_pictures(path: str | None) -> None:
         raise wrong_use("--png needs matplotlib, which is not installed", "pip install matplotlib")
 
 
-def frontend_of(given: str | None, trace: Trace) -> Frontend:
+def frontend_of(given: str | None, trace: ModelTrace) -> Frontend:
     """The way to attach the plan: the given one, or else DDP if the trace has its buckets."""
     if given is None:
         return Frontend.DDP if trace.buckets else Frontend.MODULE
     return Frontend(given)
 
 
-def problem_of(given: argparse.Namespace, trace: Trace, machine: Machine) -> tuple[Problem, Caveats]:
+def problem_of(given: argparse.Namespace, trace: ModelTrace, machine: Machine) -> tuple[Problem, Caveats]:
     """The problem of parsed arguments, and its caveats.
 
     Args:
@@ -229,7 +229,7 @@ def accuracy_of(accuracy: str, compressors: list[str] | None) -> str | float | l
     return number
 
 
-def why_unusable(method: Compressor, trace: Trace) -> str | None:
+def why_unusable(method: Compressor, trace: ModelTrace) -> str | None:
     """Why no gradient of a trace may use a method even if it is named; ``None`` if one may."""
     if method == Identity():
         return "it compresses nothing"

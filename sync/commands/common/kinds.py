@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ...planner.machines.files import machine_names
-from ...traces.trace_files import trace_names
+from ...traces.shipped_traces import trace_names
 from .files import STANDARD, reading
 from .outcome import CommandError
 
@@ -44,7 +44,7 @@ def reading_kind(path: str, kind: str) -> Iterator[None]:
 
 
 def kind_of(path: str) -> str | None:
-    """The kind of a file, or of what is shipped with a name, as far as its head tells; ``None`` if that is unknown."""
+    """The kind of a file, or of what is shipped with a name, by its head; ``None`` if that is unknown."""
     for kind, names in (("trace", trace_names()), ("machine", machine_names())):
         if path in names:
             return kind

@@ -23,7 +23,7 @@ from ...plans.numbers import duration, plural
 from ...programs.named import ALLGATHER, ENCODED_ALLREDUCE, default_program
 from ...programs.stages import MessageKind, StageKind
 from ...programs.steps import Level, Place, Program, ProgramError
-from ...traces.model_trace import TracedTensor
+from ...traces.traced_tensors import TracedTensor
 
 AGREES = 0.10
 """The relative difference up to which closed form and timeline agree."""

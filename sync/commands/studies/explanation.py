@@ -23,8 +23,7 @@ from ...plans.names import program_name, short_spec
 from ...plans.numbers import plural
 from ...plans.plan import Frontend, Plan, PlanError
 from ...programs.topology import Topology
-from ...traces.model_trace import Trace
-from ...traces.trace_records import fingerprint as trace_fingerprint
+from ...traces.model_trace import ModelTrace
 from ..common.kinds import MAKE_PLAN
 from ..common.outcome import bad_data
 from .alternatives import UnitAlternative, alternatives
@@ -163,7 +162,7 @@ def averaged_s(found: Timeline) -> float:
     return found.step_s - found.forward_s - found.optimizer_s
 
 
-def check_model(path: str, plan: Plan, trace: Trace) -> None:
+def check_model(path: str, plan: Plan, trace: ModelTrace) -> None:
     """Refuse a plan that is for another model than the trace.
 
     Raises:
@@ -201,7 +200,7 @@ def differences(plan: Plan, problem: Problem) -> list[str]:
     if made is None:
         return []
     found = []
-    if made.trace.fingerprint != trace_fingerprint(problem.trace):
+    if made.trace.fingerprint != problem.trace.fingerprint():
         found.append(f"was made from another trace, {made.trace.name}")
     if made.machine.name != problem.machine.name:
         found.append(f"was made for another machine, {made.machine.name}")

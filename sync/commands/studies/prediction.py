@@ -12,7 +12,7 @@ from ...planner.machines.scaling import scaled
 from ...planner.search.significance import is_gain
 from ...planner.timeline.pricing import Pricer
 from ...planner.timeline.timeline import timeline
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from ..common.error_bars import Band
 from .advice import compresses
 from .closed_form_rows import ClosedFormRow, closed_form_rows
@@ -100,7 +100,7 @@ def predict(
     total, done = 1 + sum(len(sweep.values) for sweep in sweeps) + _LIMIT_SEARCHES, 0
     known: list[SweepPoint] = []  # for the trace and the topology of the problem
 
-    def predicted(trace: Trace, machine: Machine, what: str) -> SweepPoint:
+    def predicted(trace: ModelTrace, machine: Machine, what: str) -> SweepPoint:
         nonlocal done
         progress(min(done / total, 1.0), what)
         done += 1
@@ -138,7 +138,7 @@ def predict(
     )
 
 
-def point(problem: Problem, policy: str, trace: Trace, machine: Machine) -> SweepPoint:
+def point(problem: Problem, policy: str, trace: ModelTrace, machine: Machine) -> SweepPoint:
     """The prediction for another trace and machine, with the compressors of a problem."""
     pricer = problem.pricer if machine is problem.machine else Pricer(machine)  # prices of messages are kept
     other = replace(problem, trace=trace, pricer=pricer)

@@ -11,10 +11,10 @@ from ...planner.machines.description import Description
 from ...planner.machines.machine import Machine, Shared
 from ...planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
 from ...plans.numbers import rate
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from ..common.outcome import wrong_use
 
-Scene = tuple[Trace, Machine]
+Scene = tuple[ModelTrace, Machine]
 MAX_VALUES = 50
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _MANTISSAS = (1.0, 2.0, 5.0)  # values of a range: 1, 2, 5, 10, 20, ...
@@ -34,7 +34,7 @@ class Axis:
     title: str
     value: Callable[[str], float]
     label: Callable[[float], str]
-    scene: Callable[[Trace, Machine, float], Scene]
+    scene: Callable[[ModelTrace, Machine, float], Scene]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _factor(text: str) -> float:
     return value
 
 
-def with_batch(trace: Trace, factor: float) -> Trace:
+def with_batch(trace: ModelTrace, factor: float) -> ModelTrace:
     """The trace with another batch size: forward and backward take ``factor`` times as long."""
     tensors = tuple(replace(tensor, ready_s=tensor.ready_s * factor) for tensor in trace.tensors)
     return replace(trace, tensors=tensors, forward_s=trace.forward_s * factor, backward_s=trace.backward_s * factor)

@@ -55,8 +55,8 @@ def assumed_errors(problem: Problem) -> list[str]:
 
 
 def policies_table(choice: Choice, band: Band) -> str:
-    """A table of all policies: their step, how many times as fast that is, the time that backward does not hide, the
-    relative error of the gradients, and how long the search has taken."""
+    """A table of all policies: step, speed-up, time that backward does not hide, relative error of the gradients, and
+    seconds of the search."""
     none_s = choice.none.step_s
     rows = [
         (

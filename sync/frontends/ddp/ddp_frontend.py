@@ -145,8 +145,8 @@ class DdpFrontend:
 
     @property
     def can_agree(self) -> bool:
-        """Whether no rank without inputs comes to the end of this step before it tells DDP that it has used no
-        parameter, for which the others wait, as in a ``join()`` that has begun since."""
+        """Whether all ranks come to the end of this step together. In a ``join()`` that has begun since, a rank without
+        inputs comes there before it says to DDP that it has used no parameter, for which the others wait."""
         ddp_model = self._model()
         return ddp_model is None or not ddp_model.find_unused_parameters or join_of(ddp_model) is self._join
 

@@ -93,7 +93,7 @@ class CommHook:
             self._handler.before_waiting()
 
     def _look_for_end(self) -> None:
-        """End the step if DDP has: there are several backwards in a step if checkpoints recompute activations in a
+        """End the step if DDP has. There are several backwards in a step if checkpoints recompute activations in a
         backward inside of it, or if the gradients of one forward come in parts."""
         ddp_model = self._model()
         if self._has_begun and ddp_model is not None and not misses_gradients(ddp_model):

@@ -17,7 +17,7 @@ from ...accuracy.accuracy import unfitted
 from ...plans.plan import Frontend, Plan
 from ...programs.steps import Place
 from ...programs.topology import Topology
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from ..machines.machine import Machine
 from ..timeline.pricing import Pricer
 from ..timeline.timeline import Timeline, timeline
@@ -46,7 +46,7 @@ class Problem:
         TypeError, ValueError: an argument is not valid; the message names it.
     """
 
-    trace: Trace
+    trace: ModelTrace
     pricer: Pricer
     frontend: Frontend
     allowed: Mapping[str, tuple[Compressor, ...]] = field(default_factory=dict)
@@ -180,7 +180,7 @@ Policy: TypeAlias = Callable[[Problem], Plan]
 """A function that chooses a plan. It neither measures nor communicates."""
 
 
-def _check_trace(trace: Trace, frontend: Frontend) -> None:
+def _check_trace(trace: ModelTrace, frontend: Frontend) -> None:
     names = [tensor.name for tensor in trace.tensors]
     if not names:
         raise ValueError("Problem: the trace has no tensors")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 
 PREDICTED_SHARE = 0.2
 """The share of a step that counts as predicted at least: what runs beside a backward makes it longer, by a predicted
 time, even where nothing waits for communication."""
 
 
-def is_gain(step_s: float, none_s: float, trace: Trace, margin: float) -> bool:
+def is_gain(step_s: float, none_s: float, trace: ModelTrace, margin: float) -> bool:
     """Whether a plan saves more than predictions may be wrong by.
 
     The trace has measured forward, backward and the optimizer, which all plans have in common. Only what a step takes

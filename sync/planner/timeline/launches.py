@@ -10,7 +10,8 @@ import torch
 from ...plans.buckets import cut_buckets
 from ...plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ...plans.plan import Frontend, Plan, PlanError, UnitPlan
-from ...traces.model_trace import Trace, TracedTensor
+from ...traces.model_trace import ModelTrace
+from ...traces.traced_tensors import TracedTensor
 
 BUCKET_NBYTES = 25 << 20
 """The size of a bucket of DDP or a bare module, unless its user asks for another."""
@@ -36,7 +37,7 @@ class BucketLaunch:
     ready_s: float
 
 
-def launches_of(plan: Plan, trace: Trace, frontend: Frontend) -> tuple[BucketLaunch, ...]:
+def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[BucketLaunch, ...]:
     """The launches of a training step, in order.
 
     With DDP they are the buckets of the trace. If it has none, they are cut as DDP cuts them after its first step: in
@@ -122,7 +123,7 @@ def _module(plan: Plan, tensors: dict[str, TracedTensor]) -> list[tuple[tuple[Pl
 
 
 def _ddp(
-    units: dict[str, list[UnitPlan]], trace: Trace, tensors: dict[str, TracedTensor]
+    units: dict[str, list[UnitPlan]], trace: ModelTrace, tensors: dict[str, TracedTensor]
 ) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
     if merged := [unit.key for each in units.values() for unit in each if unit.also]:
         raise PlanError(

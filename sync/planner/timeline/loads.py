@@ -15,7 +15,7 @@ import numpy as np
 
 from ...programs.steps import Level
 from ...programs.topology import Topology
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from ..machines.machine import Floats, Machine, Shared
 from .priced_stages import PricedStage
 
@@ -75,7 +75,7 @@ def loads_of(stages: Iterable[PricedStage], root: int, machine: Machine) -> Load
     return loads
 
 
-def computing_of(trace: Trace, machine: Machine) -> Loads:
+def computing_of(trace: ModelTrace, machine: Machine) -> Loads:
     """The loads of forward, backward and the optimizer."""
     seconds = trace.forward_s + trace.backward_s + trace.optimizer_s
     return {Load(machine.computes_on): seconds * min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
@@ -97,8 +97,8 @@ def busiest_rank(loads: Loads, machine: Machine) -> int | None:
 
 
 def unevenness(loads: Loads) -> dict[Shared, float]:
-    """For kinds of links of which one has more work than the mean over all of them, the part of the difference to the
-    busiest links of all messages: 1 if these are the same link."""
+    """The part of the difference between the mean and the busiest links that counts, by kind of link: 1 if the busiest
+    links of all messages are the same one."""
     found = {}
     for shared in Shared:
         busiest = [load for load in loads if load.shared is shared and not load.is_mean]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...plans.plan import UnitPlan
 from ...programs.named import ALLREDUCE
 from ...programs.steps import Collective
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from ..machines.machine import Machine, Shared
 from .loads import Loads, busiest_rank, computing_of, total, unevenness
 
@@ -29,7 +29,7 @@ class Whole(NamedTuple):
     uneven: Mapping[Shared, float]
 
     @staticmethod
-    def of(without_hook: bool, phases: int, loads: Iterable[Loads], trace: Trace, machine: Machine) -> Whole:
+    def of(without_hook: bool, phases: int, loads: Iterable[Loads], trace: ModelTrace, machine: Machine) -> Whole:
         """The properties of a plan.
 
         Args:

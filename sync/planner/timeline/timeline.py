@@ -20,7 +20,7 @@ from ...plans.plan import Frontend, Plan
 from ...programs.lanes import LaneKey, route_of, submit_stages
 from ...programs.stages import MessageKind, Resource, StageSpec
 from ...programs.steps import Level
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from ..machines.machine import Shared
 from .launches import BucketLaunch, has_no_hook, launches_of, messages_of
 from .loads import loads_of
@@ -136,7 +136,7 @@ class Timeline:
         return utilisation_of(self.run, self.capacities)
 
 
-def timeline(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> Timeline:
+def timeline(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -> Timeline:
     """The predicted timeline of a training step.
 
     It is that of the rank with the most work (:func:`~.loads.busiest_rank`). Where other ranks do something alone, as
@@ -181,7 +181,7 @@ class Step:
         launches: Sequence[BucketLaunch],
         messages: Sequence[Sequence[tuple[MessageSpec, tuple[PricedStage, ...]]]],
         whole: Whole,
-        trace: Trace,
+        trace: ModelTrace,
         pricer: Pricer,
         frontend: Frontend,
     ) -> None:

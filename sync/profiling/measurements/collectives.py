@@ -55,7 +55,7 @@ def connect(session: Session) -> Communicators:
 
 
 def measure_sharing(session: Session, communicators: Communicators, curve: CollectiveCurve) -> float:
-    """The share of a link that one collective can use: two at once on two channels tell it. Collective.
+    """The share of a link that one collective can use, found by running two at once on two channels. Collective.
 
     If two trains at once end after twice the time of one, the share is 1; if they end with it, it is one half. Whole
     trains count, because connections seldom get equal parts of a link: where one is served first, the calls of neither

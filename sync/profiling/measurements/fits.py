@@ -92,7 +92,7 @@ def _error_of(points: Sequence[CallCost]) -> float | None:
 
 
 def _from_others(points: Sequence[CallCost], held: int) -> float:
-    """The seconds of a point that the curve through the others tells."""
+    """The seconds of a point on the curve through the other points."""
     others = _curve_through([*points[:held], *points[held + 1 :]])
     return float(others.wall(np.array([points[held].nbytes]))[0])
 

@@ -24,7 +24,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @functools.cache
 def cache_nbytes(device: torch.device) -> int:
-    """The size of the largest cache of a device; 32 MiB if nothing tells it."""
+    """The size of the largest cache of a device; 32 MiB if it is not known."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [_DEFAULT_NBYTES // 32]

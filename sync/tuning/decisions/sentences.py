@@ -14,22 +14,6 @@ from .tried import AccuracyRule, PlainSteps, Tried, waiting_s, why_not_more
 PLAIN = "plain averaging"
 
 
-# -------------------------------------------------------------------- before the plan
-
-
-def profiles(ranks: int, budget_s: float) -> str:
-    """The sentence before a profile is measured."""
-    return (
-        f"no profile of this machine is known: measuring its links and compressors on {plural(ranks, 'rank')}, for at "
-        f"most {three_digits(budget_s)} s; the next training here finds the profile in the cache"
-    )
-
-
-def profiled(ranks: int, seconds: float) -> str:
-    """The sentence when a profile has been measured."""
-    return f"measured this machine on {plural(ranks, 'rank')} in {seconds:.1f} s"
-
-
 def resumed(step: int, plan: str) -> str:
     """The sentence when a saved plan runs again, without trials."""
     return f"resumed at step {step:,} with the saved plan: {plan}; no trials"
@@ -77,8 +61,8 @@ def tries(plans: Sequence[tuple[str, float | None]], found_s: float) -> str:
         found_s: how long the search has taken, in seconds of a core.
     """
     named = [plan + ("" if step_s is None else f", predicted {duration(step_s)}") for plan, step_s in plans]
-    found = f"{plural(len(plans), 'plan')} found in {three_digits(found_s)} s"
-    return f"{found}, to take turns with {PLAIN}: {'; '.join(named)}"
+    found = f"{plural(len(plans), 'plan')} predicted to be faster, found in {three_digits(found_s)} s"
+    return f"{found}, to be tried: {'; '.join(named)}"
 
 
 def compresses(
@@ -113,7 +97,7 @@ def stays_plain(recorded: PlainSteps, tried: Sequence[Tried], rule: AccuracyRule
         how: the way in which plain steps run from now on.
     """
     if not tried:
-        why = f"no plan that {rule.name} allows is predicted to be faster"
+        why = f"the rule {rule.name} allows no compressor here"
     else:
         best = min(tried, key=lambda each: each.measured_s)
         why = (
@@ -123,16 +107,6 @@ def stays_plain(recorded: PlainSteps, tried: Sequence[Tried], rule: AccuracyRule
     waits_s = waiting_s(recorded)
     hidden = "" if waits_s is None else f"; only {duration(waits_s)} of a step wait for communication"
     return f"{_measured(recorded)}; nothing is compressed: {why}{hidden}; {PLAIN} goes on, {how}"
-
-
-def uncertain(notes: Sequence[str]) -> str:
-    """The sentence when predictions are uncertain, and trials decide.
-
-    Args:
-        notes: what is uncertain, at least one.
-    """
-    more = f" and {plural(len(notes) - 3, 'other note')}" if len(notes) > 3 else ""
-    return f"predictions are uncertain, trials decide: {'; '.join(notes[:3])}{more}"
 
 
 def _measured(recorded: PlainSteps) -> str:

@@ -25,7 +25,7 @@ def stays_plain(recorded: PlainSteps, tried: Sequence[Tried], rule: AccuracyRule
     """The sentences when no plan has won. The arguments are those of
     :func:`~gckernels.sync.tuning.decisions.sentences.stays_plain`."""
     if not tried:
-        return f"Nothing is compressed: no plan that the rule {rule.name} allows is predicted to be faster."
+        return f"Nothing is compressed: the rule {rule.name} allows no compressor here."
     best = min(tried, key=lambda each: each.measured_s)
     waits_s = waiting_s(recorded)
     hidden = "" if waits_s is None else f" Only {duration(waits_s)} of a step wait for communication."

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ...plans.numbers import duration, two_digits
 
-REFINED = "refined"
-"""The name of the policy of plans in which units have got finer compressors."""
+UNIFORM = "uniform"
+"""The name of the policy of plans with one compressor for the whole model."""
 _BARE = 0.05
 """The part of a step below which waiting for communication is not worth a word."""
 
@@ -36,7 +36,7 @@ class Tried:
     Attributes:
         plan: the plan in words.
         policy: the name of the policy that has found it.
-        predicted_s: the predicted time of a step; ``None`` without a prediction, as for a plan that was refined.
+        predicted_s: the predicted time of a step; ``None`` without a prediction.
         measured_s: the measured time of a step on the slowest rank.
         error: the relative error of the gradients that it causes; ``None`` if it is not known.
         sent_nbytes: the bytes that a rank sends in a step; ``None`` if they are not known.

@@ -15,19 +15,23 @@ from gckernels.ops import Identity
 from ...accuracy.accuracy import Accuracy, AccuracyLike, as_accuracy, is_safe, start_step, unfitted
 from ...plans.names import short_spec
 from ...plans.plan import Plan
-from ...traces.model_trace import Trace, TracedTensor
+from ...traces.model_trace import ModelTrace
+from ...traces.traced_tensors import TracedTensor
 
 CANDIDATES = ("Cast16", "BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "PowerSGD", "ChunkTopK")
 """The compressors that are measured if no list names others: the fastest ones of different precision. All registered
 ones would take longer than a training should wait."""
-WARMUP = 3
-"""Plain steps before the recorded ones."""
+WARMUP = 1
+"""Steps before the recorded ones, which follow a turn of plain steps."""
 RECORDED = 5
 """Steps that are recorded."""
 STEPS = 60
-"""Steps from the beginning of tuning to its end."""
-MORE = 400
-"""Steps by which it ends later at most, if noise hides whether some plan is faster than plain steps."""
+"""Steps from the beginning of tuning until a plan is chosen."""
+MORE = 50
+"""Steps by which it is chosen later at most, if several plans are close, or noise hides whether some plan is faster
+than plain steps."""
+JOINED = 25
+"""Steps of the trials of predicted plans, which follow."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def rule_at(stages: Sequence[Phase], step: int) -> Phase:
     return begun[-1] if begun else Phase(f"exact until step {stages[0].first_step:,}", Accuracy(0.0), 0)
 
 
-def refusal(plan: Plan, trace: Trace, stage: Phase) -> str:
+def refusal(plan: Plan, trace: ModelTrace, stage: Phase) -> str:
     """The reason why a rule does not allow a plan, as a clause; empty if it allows it.
 
     Args:
@@ -122,9 +126,9 @@ class Rules:
     """
 
     stages: tuple[Phase, ...]
-    model: Trace
+    model: ModelTrace
 
-    def refusal(self, plan: Plan, step: int, trace: Trace | None = None) -> str:
+    def refusal(self, plan: Plan, step: int, trace: ModelTrace | None = None) -> str:
         """The reason why a plan may not run at a step; empty if it may.
 
         Args:

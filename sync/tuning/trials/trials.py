@@ -31,9 +31,9 @@ SURE = 1.5
 """How many standard errors the saving must be. A plan that takes 2 % longer than plain steps is then seldom chosen by
 chance, and one that saves 5 % seldom missed; steps that turn out to be slower are tried against plain ones again."""
 POSSIBLE, CERTAIN = 1.0, 2.0
-"""How many standard errors less or more than 2 % an arm must save so that there is no doubt. With steps that differ by
-a fifth, a plan that saves 6 % is then found in six of seven trainings, and one that takes 2 % longer than plain steps
-chosen in one of twenty."""
+"""How many standard errors less or more than 2 % an arm must save so that there is no doubt. Where steps differ by a
+tenth, a plan that saves 10 % is then found in nine of ten trainings, and where they differ by a fifth, one that saves
+20 %. One that takes 2 % longer than plain steps is chosen in one of forty (300 simulated trainings each)."""
 CLOSE = 0.1
 """The relative distance from the best arm within which an arm gets another turn."""
 RIVAL = 0.25
@@ -41,9 +41,6 @@ RIVAL = 0.25
 turn may take a fifth longer than the next one."""
 FAIR = 3
 """Turns of each in a fair comparison."""
-PROMISING = 0.15
-"""The relative distance from the best arm within which an arm must be expected to get its first turn before others get
-their second one. It must also be expected to save half as much of the plain step as the best arm does."""
 
 
 @dataclass(frozen=True)
@@ -65,27 +62,34 @@ class Trials:
 
     Attributes:
         turns: for every arm and each of its turns the seconds of the counted steps.
-        predicted_s: for every arm the predicted seconds of a step; ``None`` without a prediction.
         left_out: the arms that get no further turn, and do not win.
         incumbent: the arm that has won earlier trials. It wins again unless it saves too little; noise alone does not
             take that from it. ``None`` if none has.
     """
 
     turns: tuple[tuple[tuple[float, ...], ...], ...]
-    predicted_s: tuple[float | None, ...]
     left_out: frozenset[int] = frozenset()
     incumbent: int | None = None
 
     @staticmethod
-    def of(arms: int, predicted_s: Sequence[float | None] = (), incumbent: int | None = None) -> Trials:
+    def of(arms: int, incumbent: int | None = None) -> Trials:
         """The trials of some arms before the first turn.
 
         Args:
             arms: the number of arms, plain included.
-            predicted_s: for every arm the predicted seconds of a step; by default none is predicted.
             incumbent: the arm that has won earlier trials, if one has.
         """
-        return Trials(((),) * arms, tuple(predicted_s) or (None,) * arms, incumbent=incumbent)
+        return Trials(((),) * arms, incumbent=incumbent)
+
+    def joined(self, arms: int, incumbent: int | None = None) -> Trials:
+        """The trials in which some more arms take part.
+
+        Args:
+            arms: the number of further arms.
+            incumbent: the arm that has won earlier trials; by default the one that is known so far.
+        """
+        incumbent = self.incumbent if incumbent is None else incumbent
+        return replace(self, turns=self.turns + ((),) * arms, incumbent=incumbent)
 
     def after(self, arm: int, step_s: Sequence[float]) -> Trials:
         """The trials after a turn of an arm.
@@ -109,8 +113,17 @@ class Trials:
 
     @property
     def step_s(self) -> tuple[tuple[float, ...], ...]:
-        """For every arm the seconds of its counted steps, in all of its turns."""
-        return tuple(tuple(itertools.chain.from_iterable(each)) for each in self.turns)
+        """For every arm the seconds of its counted steps, in all of its turns that count."""
+        return tuple(tuple(itertools.chain.from_iterable(each)) for each in self._counted)
+
+    @property
+    def _counted(self) -> tuple[tuple[tuple[float, ...], ...], ...]:
+        """For every arm the turns that count. The first one of plain steps does not if later ones are faster, because
+        everything takes longer when a training begins."""
+        plain, *others = self.turns
+        later = tuple(itertools.chain.from_iterable(plain[1:]))
+        is_slower = bool(later) and statistics.median(plain[0]) > statistics.median(later)
+        return plain[1:] if is_slower else plain, *others
 
     def median_s(self, arm: int) -> float:
         """The median step of an arm, in seconds; infinity before its first turn."""
@@ -133,13 +146,13 @@ class Trials:
         # a normal distribution has 1.48 times the median deviation as its standard deviation, and 1.25 times as large
         # an error of the median as of the mean
         within = 1.48 * 1.25 * deviation_s / math.sqrt(len(times)) / median_s
-        return max(within, self._between / math.sqrt(len(self.turns[arm])))
+        return max(within, self._between / math.sqrt(len(self._counted[arm])))
 
     @property
     def _between(self) -> float:
         """The standard deviation of the medians of turns of the same arm, relative to them; 0 if no arm has several."""
         squares, freedom = 0.0, 0
-        for turns in self.turns:
+        for turns in self._counted:
             medians_s = [statistics.median(turn) for turn in turns]
             if len(medians_s) > 1 and (mean_s := statistics.fmean(medians_s)):
                 squares += sum((each / mean_s - 1.0) ** 2 for each in medians_s)
@@ -179,18 +192,20 @@ class Trials:
     def next_turn(self, left: int, more: int = 0) -> Turn | None:
         """The next turn; ``None`` if nothing is left to find out, or no time for it.
 
-        Every arm that may be the best has a turn first, plain before the others. Then those have one more that may
-        still be the best, the one with the fewest steps first. If there is no doubt, the arms follow that are predicted
-        to be slower, because predictions can be wrong. At last rivals of the best arm have as many turns as make a fair
-        comparison. In doubt, arms that have waited have their turn, and noise that hides whether some arm saves enough
-        is averaged over long turns.
+        Every arm has a turn first, plain before the others. These turns are shorter if there are many arms. Then those
+        have one more that may still be the best, the one with the fewest steps first. At last rivals of the best arm
+        have as many turns as make a fair comparison, and in doubt, noise that hides whether some arm saves enough is
+        averaged over long turns.
 
         Args:
-            left: how many steps all turns may take.
+            left: how many steps all turns may take. First turns do not wait for it.
             more: how many steps rivals and long turns may take beyond them.
         """
-        if left >= SHORTEST and (arm := self._next_arm()) is not None:
-            return Turn(arm, min(TURN, left))
+        if waiting := [arm for arm in self.arms if not self.turns[arm]]:
+            share = left // len(waiting) - 1  # each takes a change as well
+            return Turn(waiting[0], max(SHORTEST, min(TURN, share)))
+        if left >= SHORTEST and len(self._close) > 1:
+            return Turn(self._least_tried(self._close), min(TURN, left))
         left += more
         if left < SHORTEST or not self._tried:
             return None
@@ -198,23 +213,9 @@ class Trials:
             return Turn(self._least_tried(rivals), min(TURN, left))
         if not self.is_doubtful:
             return None
-        if waiting := [arm for arm in self.arms if not self.turns[arm]]:
-            return Turn(waiting[0], min(TURN, left))
-        best = min((arm for arm in self._tried if arm != PLAIN), key=self.median_s)
-        return Turn(self._least_tried((PLAIN, best)), min(LONG_TURN, left))
-
-    def _next_arm(self) -> int | None:
-        """The arm of the next turn, before rivals and doubts count."""
-        waiting = [arm for arm in self.arms if not self.turns[arm]]
-        if not self._tried:
-            return PLAIN
-        best_s, plain_s = self.median_s(self._best), self.median_s(PLAIN)
-        worth_s = min(best_s * (1.0 + PROMISING), (best_s + plain_s) / 2)
-        if promising := [arm for arm in waiting if self._expected_s(arm) <= worth_s]:
-            return promising[0]
-        if len(self._close) > 1:
-            return self._least_tried(self._close)
-        return waiting[0] if waiting else None
+        pair = (PLAIN, min((arm for arm in self._tried if arm != PLAIN), key=self.median_s))
+        is_first = len({len(self.turns[arm]) for arm in pair}) == 1  # the other one follows with as many steps
+        return Turn(self._least_tried(pair), min(LONG_TURN, max(left // 2, SHORTEST) if is_first else left))
 
     @property
     def _tried(self) -> list[int]:
@@ -232,22 +233,14 @@ class Trials:
 
     @property
     def _rivals(self) -> list[int]:
-        """The arms that one disturbed turn may have kept from being the best one, with it, if all gain enough."""
+        """The arms that one disturbed turn may have kept from being the best one, with it, if all gain enough. Plain
+        steps are among them."""
         near_s = self.median_s(self._best) * (1.0 + RIVAL)
-        return [arm for arm in self._tried if self.gains(arm) and self.median_s(arm) <= near_s]
+        near = [arm for arm in self._tried if self.median_s(arm) <= near_s]
+        return [arm for arm in near if self.gains(arm) or (arm == PLAIN != self._best)]
 
     def _least_tried(self, arms: Sequence[int]) -> int:
         return min(arms, key=lambda arm: (len(self.turns[arm]), self.median_s(arm)))
-
-    def _expected_s(self, arm: int) -> float:
-        """The least step that an arm without a turn may have, in seconds; 0 without a prediction.
-
-        A prediction counts as too long as the most pessimistic of those that have had a turn. An optimistic one says
-        little about the others: its arm may compress much where another one compresses little.
-        """
-        predicted_s = self.predicted_s[arm]
-        ratios = [self.median_s(at) / each for at, each in enumerate(self.predicted_s) if each and self.turns[at]]
-        return 0.0 if predicted_s is None or not ratios else min(ratios) * predicted_s
 
     def _is_close(self, arm: int, best: int) -> bool:
         """Whether an arm may be as good as the best one, or is the best one."""

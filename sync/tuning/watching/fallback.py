@@ -18,11 +18,12 @@ from ...programs.named import ALLREDUCE, default_program
 from ...programs.sizes import sizes_of
 from ...programs.steps import Program, ProgramError
 from ...programs.topology import Topology
-from ...traces.model_trace import Trace, TracedTensor
+from ...traces.model_trace import ModelTrace
+from ...traces.traced_tensors import TracedTensor
 from .guard import ANY_ERROR, Fault
 
 
-def finer(plan: Plan, faults: Iterable[Fault], trace: Trace, accuracy: AccuracyLike, world_size: int) -> Plan:
+def finer(plan: Plan, faults: Iterable[Fault], trace: ModelTrace, accuracy: AccuracyLike, world_size: int) -> Plan:
     """The plan in which faulty units have the next finer compressor that the rule allows, or none at all.
 
     It is finer than the compressor was in the trace, or than it is now if its error has grown since. A unit keeps its
@@ -45,7 +46,7 @@ def finer(plan: Plan, faults: Iterable[Fault], trace: Trace, accuracy: AccuracyL
     )
 
 
-def remembering(trace: Trace, found: Mapping[tuple[str, str], float]) -> Trace:
+def remembering(trace: ModelTrace, found: Mapping[tuple[str, str], float]) -> ModelTrace:
     """The trace with the errors that compressors have had in training, where they are larger.
 
     Args:

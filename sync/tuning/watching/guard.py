@@ -17,7 +17,8 @@ from gckernels.codec import Codec
 
 from ...accuracy.accuracy import AccuracyLike, as_accuracy
 from ...plans.plan import Plan
-from ...traces.model_trace import Role, Trace
+from ...traces.model_trace import ModelTrace
+from ...traces.traced_tensors import Role
 from .drift import PATIENCE
 
 ANY_ERROR = 1.0
@@ -108,7 +109,7 @@ class Guard:
     low_rank: tuple[str, ...] = ()
 
     @staticmethod
-    def of(plan: Plan, accuracy: AccuracyLike, trace: Trace | None = None) -> Guard:
+    def of(plan: Plan, accuracy: AccuracyLike, trace: ModelTrace | None = None) -> Guard:
         """The guard of a plan, before the first reading.
 
         Args:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from ...communication.ranks import Ranks
 from ...resources.error_probe import ProbeSchedule, Readings
+from ..trials.spans import StepSpans, bounds_of, of_all_ranks
 from .drift import WINDOW
 from .guard import Reading
 
@@ -30,7 +31,7 @@ class Window:
 
     Attributes:
         steps: their number.
-        step_s: the median step in seconds, of the slowest rank.
+        step_s: the median span of a step in seconds.
         error: the relative error of all units together, on the rank where it is largest; 0 without readings.
         readings: what was read of each unit in one of the steps, by its key, each number from the rank where it is
             largest. Units without a gradient are missing.
@@ -65,32 +66,29 @@ class Monitor:
     """Measures steps and residuals while a plan runs. All ranks make one, and call its methods, after the same steps.
 
     Args:
-        group: all ranks.
-        device: device of the gradients.
+        ranks: all ranks.
+        spans: marks the spans of the steps.
         watch: the readings of compression; ``None`` if nothing is compressed.
         keys: the units to read, in the same order on all ranks.
         low_rank: the units of low-rank methods among them.
         window: steps of a window.
-        clock: returns seconds.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        ranks: Ranks,
+        spans: StepSpans,
         watch: ProbeSchedule | None = None,
         keys: tuple[str, ...] = (),
         low_rank: tuple[str, ...] = (),
         window: int = WINDOW,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._group, self._device, self._clock, self._window = group, device, clock, window
+        self._group, self._device, self._window = ranks.group, ranks.device, window
         self._watch, self._keys = watch, keys if watch is not None else ()
         self._low_rank = low_rank if watch is not None else ()
-        self._answer_steps = ANSWER_STEPS if device.type == "cuda" else 0
-        self._ended_s: float | None = None
-        self._steps_s: list[float] = []
-        self._count = 0
+        self._answer_steps = ANSWER_STEPS if ranks.device.type == "cuda" else 0
+        self._spans, self._count = spans, 0
+        spans.meet()
         self._question: _Question | None = None
 
     def step_ended(self) -> Window | None:
@@ -99,10 +97,7 @@ class Monitor:
         Raises:
             RuntimeError: the collective has failed, as with a rank that has died.
         """
-        now_s = self._clock()
-        if self._ended_s is not None:
-            self._steps_s.append(now_s - self._ended_s)
-        self._ended_s = now_s
+        self._spans.end_step()
         self._count += 1
         at = self._count % self._window
         if at == self._window // 2 and self._keys and self._watch is not None:
@@ -114,18 +109,16 @@ class Monitor:
             return self._read(question)
         return None
 
-    def skip_pause(self) -> None:
-        """Leave the time from the last step to the next out, because the ranks have done something else in it."""
-        self._ended_s = None
-
     def _ask(self) -> _Question:
-        """Send this rank's window, and begin the next one."""
-        median_s, self._steps_s = statistics.median(self._steps_s) if self._steps_s else 0.0, []
+        """Send this rank's window, and begin the next one. The last steps of a device may not have ended yet, and do
+        not count."""
+        bounds = bounds_of(self._spans.taken(but=self._answer_steps))
         readings = None if self._watch is None else self._watch.take()
-        sent = torch.tensor([median_s], dtype=torch.float32, device="cpu").to(self._device, non_blocking=True)
+        sent = torch.tensor(bounds, dtype=torch.float64, device="cpu").to(self._device, non_blocking=True)
         if self._keys:
-            sent = torch.cat((sent, _ratios(self._norms(readings or Readings()))))
+            sent = torch.cat((sent, _ratios(self._norms(readings or Readings())).double()))
         dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
+        self._spans.meet()
         if self._device.type != "cuda":
             return _Question(self._count, self._keys, sent)
         answer = torch.empty(sent.shape, dtype=sent.dtype, device="cpu", pin_memory=True)
@@ -148,14 +141,16 @@ class Monitor:
     def _read(self, question: _Question) -> Window:
         if question.is_there is not None:
             question.is_there.synchronize()
-        step_s, *ratios = map(float, question.answer.tolist())
+        answer = list(map(float, question.answer.tolist()))
+        numbers = 2 * len(question.keys) + 1 if question.keys else 0
+        maxima, ratios = answer[: len(answer) - numbers], answer[len(answer) - numbers :]
         error, *each = ratios or [0.0]
         readings = {
             key: Reading(error, residual)
             for key, error, residual in zip(question.keys, each[::2], each[1::2], strict=True)
             if error or residual
         }
-        return Window(self._window, step_s, error, readings)
+        return Window(self._window, statistics.median(of_all_ranks(maxima)), error, readings)
 
 
 def _ratios(norms: torch.Tensor) -> torch.Tensor:

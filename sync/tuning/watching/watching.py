@@ -14,9 +14,10 @@ from ...accuracy.accuracy import AccuracyLike
 from ...communication.agreement import Failure, together
 from ...plans.numbers import two_digits
 from ...plans.plan import Plan
-from ...traces.model_trace import Trace
+from ...traces.model_trace import ModelTrace
 from ..decisions import short_sentences
 from ..decisions.sentences import drifted, failed, faster, link_changed, refined, tries_plain
+from ..trials.spans import StepSpans
 from ..trials.training import Refused, TunedTraining
 from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
 from .fallback import errors_of, finer, remembering
@@ -33,12 +34,14 @@ class Tuned:
         accuracy: the rule of accuracy.
         step_s: the measured step of the plan that has won, in seconds.
         none_s: the measured plain step.
+        computing_s: the part of a step that waits for no communication; 0 if it is not known.
     """
 
-    trace: Trace
+    trace: ModelTrace
     accuracy: AccuracyLike
     step_s: float
     none_s: float
+    computing_s: float = 0.0
 
 
 class Running:
@@ -46,6 +49,7 @@ class Running:
 
     Args:
         training: the training.
+        spans: marks the spans of its steps.
         waits: the steps from one action to the next, as :attr:`waits` of another one has given them.
 
     Attributes:
@@ -55,9 +59,10 @@ class Running:
     def __init__(
         self,
         training: TunedTraining,
+        spans: StepSpans,
         waits: Sequence[Allowance] = (),
     ) -> None:
-        self._training = training
+        self._training, self._spans = training, spans
         self._drift: Drift | None = None
         self._waits = tuple(waits)
         self._policy = "none"  # finer plans keep that of the first
@@ -71,10 +76,9 @@ class Running:
             until: the number of steps of the training at which to return in any case, with
                 :attr:`~.drift.Action.STAY`.
         """
-        trace, training = tuned.trace, self._training
+        training = self._training
         self._policy = training.policy
-        computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
-        expected = Expected(tuned.step_s, tuned.none_s, computing_s, training.plan.compresses)
+        expected = Expected(tuned.step_s, tuned.none_s, tuned.computing_s, training.plan.compresses)
         drift = Drift(expected).with_waits(self._waits) if self._drift is None else self._drift.renewed(expected)
         guard, monitor = self._watch(tuned)
         is_new = False  # no trial has measured the plan
@@ -114,7 +118,7 @@ class Running:
         self._drift = replace(self._drift, replans=self._drift.replans.spent())
         return True
 
-    def remembering(self, trace: Trace) -> Trace:
+    def remembering(self, trace: ModelTrace) -> ModelTrace:
         """The trace with the errors of compressors that were left."""
         return remembering(trace, self.found)
 
@@ -123,7 +127,8 @@ class Running:
     def _watch(self, tuned: Tuned) -> tuple[Guard, Monitor]:
         training, frontend = self._training, self._training.frontend
         guard = Guard.of(training.plan, tuned.accuracy, tuned.trace)
-        return guard, Monitor(frontend.group, frontend.device, frontend.runtime.watch, guard.keys, guard.low_rank)
+        monitor = Monitor(training.ranks, self._spans, frontend.runtime.watch, guard.keys, guard.low_rank)
+        return guard, monitor
 
     def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
         """Let finer compressors follow for some units, and return whether they do."""

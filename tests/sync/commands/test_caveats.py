@@ -22,8 +22,7 @@ from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
-from gckernels.sync.traces.model_trace import Role
-from gckernels.sync.traces.trace_files import write_trace
+from gckernels.sync.traces.traced_tensors import Role
 
 SHIPPED_MACHINES = Path(__file__).parents[3] / "sync" / "planner" / "machines" / "shipped"
 SLOW = Curve((1e3, 1e5, 1e7), (1e-4, 1e-2, 1.0), (1e-5, 1e-4, 1e-2), error=0.03)
@@ -110,7 +109,7 @@ SHAPELESS, ON_VECTORS = "needs the shapes of matrices, which the trace does not 
 )
 def test_compressors_that_no_gradient_may_use_have_a_reason(tmp_path, capsys, change, spec, why):
     small, trace, machine = small_trace(), tmp_path / "changed.json", "two-sites-1gbit"
-    write_trace(replace(small, tensors=tuple(replace(each, **change) for each in small.tensors)), trace)
+    replace(small, tensors=tuple(replace(each, **change) for each in small.tensors)).save(trace)
     named = ("plan", str(trace), machine, "--compressors", spec)
     code, shown, _ = run_text(capsys, *named, "--policy", "none")
     assert code == 1 and "Allowed compressors: none; only programs are chosen.\n" in shown
@@ -204,7 +203,7 @@ def test_buckets_count_where_gradients_are_copied_out_of_them(tmp_path, capsys):
     nbytes = []
     for copies in (False, True):
         trace = tmp_path / f"{copies}.json"
-        write_trace(replace(small_trace(buckets=True), copies_gradients=copies), trace)
+        replace(small_trace(buckets=True), copies_gradients=copies).save(trace)
         found = run_json(capsys, "plan", str(trace), "two-sites-1gbit", "--policy", "none")[1]
         nbytes.append(found["memory"]["model_nbytes"])
     assert nbytes == [MODEL_NBYTES, MODEL_NBYTES * 3 // 2]
@@ -233,7 +232,7 @@ def test_prices_beyond_the_measured_sizes_are_in_the_results(tmp_path, capsys):
     small = small_trace()
     tensors = tuple(replace(each, numel=64 * each.numel, shape=None) for each in small.tensors)
     trace, machine = tmp_path / "large.json", write_profile(tmp_path, "Cast16")
-    write_trace(replace(small, tensors=tensors), trace)
+    replace(small, tensors=tensors).save(trace)
     arguments = ("plan", str(trace), machine, "--policy", "none")
     _, found = run_json(capsys, *arguments)
     assert any("beyond 10000000 bytes" in reason for reason in found["assumptions"])
@@ -247,7 +246,7 @@ def test_errors_that_the_trace_does_not_have_are_assumed(tmp_path, capsys):
     assert "Errors are assumed, as on synthetic gradients, where the trace has none: Cast16, EFSignSGD." in shown
     small, measured = small_trace(), tmp_path / "measured.json"
     errors = {str(gckernels.EFSignSGD()): 0.6}
-    write_trace(replace(small, tensors=tuple(replace(each, errors=errors) for each in small.tensors)), measured)
+    replace(small, tensors=tuple(replace(each, errors=errors) for each in small.tensors)).save(measured)
     _, found = run_json(capsys, "plan", str(measured), machine, *arguments)
     assert found["assumed_errors"] == ["Cast16"]
 

@@ -17,11 +17,10 @@ from gckernels.sync.commands.studies.chain import chain_of
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.replay import read_steps
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Frontend
-from gckernels.sync.traces.trace_files import write_trace
+from harness.replay import read_steps
 
 MACHINE = "two-sites-1gbit"
 
@@ -103,7 +102,7 @@ def test_the_busiest_resource_is_busy_while_gradients_are_averaged(tmp_path, cap
     found, lines = {}, {}
     for forward_s in (0.01, 10.0):
         trace, plan = tmp_path / f"{forward_s}.json", str(tmp_path / "plan.json")
-        write_trace(replace(small_trace(), forward_s=forward_s), trace)
+        replace(small_trace(), forward_s=forward_s).save(trace)
         run_text(capsys, "plan", str(trace), MACHINE, "--policy", "none", "-o", plan)
         arguments = ("explain", plan, "--trace", str(trace), "--machine", MACHINE, "--messages", "0")
         found[forward_s] = run_json(capsys, *arguments)[1]["busiest"]

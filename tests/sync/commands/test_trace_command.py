@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gckernels.sync import commands, read_trace
+from gckernels.sync import ModelTrace, commands
 
 SCRIPT = """
 import sys
@@ -56,7 +56,7 @@ def test_an_unchanged_script_is_recorded_and_ended(script, capfd):
     assert code == 0, notes
     assert "arguments ['50', '-o', 'mine'] __main__" in printed
     assert "steps 5\n" in printed and "the end" not in printed
-    trace = read_trace("out.json")
+    trace = ModelTrace.load("out.json")
     assert trace.model == "Sequential" and len(trace.tensors) == 4 and len(trace.buckets) == 1
     for part in ("4 tensors, 1,385 elements", "backward", "last gradient ready", "BlockQuant", "EFSignSGD"):
         assert part in printed, part
@@ -134,4 +134,4 @@ def test_all_ranks_of_torchrun_are_recorded(script):
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("last gradient ready") == 1 and "the end" not in ran.stdout
-    assert "2 ranks" in read_trace("out.json").source
+    assert "2 ranks" in ModelTrace.load("out.json").source

@@ -17,13 +17,13 @@ from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Stage, Unit
 from gckernels.sync.messages.seeds import Seeds
-from gckernels.sync.planner.replay import ReplayedMessage, read_steps, replay
 from gckernels.sync.planner.timeline.simulator import Need
 from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.resources.feedback import Feedback
+from harness.replay import ReplayedMessage, read_steps, replay
 from ranks import run_ranks, values_of
 from workloads import topology
 

@@ -34,7 +34,7 @@ from gckernels.sync.programs import (
     Reduce,
     ring,
 )
-from gckernels.testing.one_of_many import built, transformer
+from harness.one_of_many import built, transformer
 
 LAYERS, HIDDEN = 100, 1024
 LARGE = Topology(128, 8)

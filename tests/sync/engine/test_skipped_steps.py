@@ -39,8 +39,8 @@ CASES = [
 
 
 def no_trace(front: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, float]]:
-    """For every case: the digest of a training with a scaler, whose scale grows and backs off, the digest of a training
-    without one that counts the skipped steps but does not see them, and the largest scale divided by the smallest."""
+    """For every case the digest of a training with a scaler, whose scale grows and backs off. Then that of a training
+    without one, which counts the skipped steps but does not see them, and the largest scale divided by the smallest."""
     found = []
     for (spec, program), optimizers in itertools.product(cases, (plain, fused)):
         scaled = Training(front, spec, program, scaler_of(), optimizers=optimizers)

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from gckernels.sync.accuracy.accuracy import Accuracy
-from gckernels.sync.predictive import machine_cache
 from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.watching.monitor import Monitor
 from models import build
@@ -23,7 +22,6 @@ SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
 TIMES_S = {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
 POINTS = {
     "window": (Monitor, "_ask"),
-    "link": (machine_cache, "measured_bit_per_s"),
     "finer": (watching, "finer"),
 }
 """The function that is called at each point."""
@@ -62,7 +60,6 @@ def until_gone(point: str, where: int) -> str | None:
     ("point", "where"),
     [
         ("window", 1),
-        pytest.param("link", 1, marks=pytest.mark.slow),
         pytest.param("finer", 0, marks=pytest.mark.slow),
     ],
 )

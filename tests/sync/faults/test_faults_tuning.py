@@ -12,20 +12,23 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.sync.frontends.changes import PlanChanges
-from gckernels.sync.predictive import measuring, searching
+from gckernels.sync.predictive import searching
 from gckernels.sync.predictive.planning import Proposal
 from gckernels.sync.tracing.model_tracer import ModelTracer
+from gckernels.sync.tuning import recording, uniform_candidates
+from gckernels.sync.tuning.trials import race
 from models import build
 from ranks import run_ranks, values_of
-from tunings import PLAIN, policy_of, scripted, train, tuned_handle
+from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
 
 SPECS = {"four": "BlockQuant(bits=4)"}
-TIMES_S = {PLAIN: 1.0, "four": 0.5}
+TIMES_S = {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
 POINTS = {
-    "profile": (measuring, "measured_or_kept"),
-    "recorder": (searching, "ModelTracer"),
+    "recorder": (recording, "ModelTracer"),
     "errors": (ModelTracer, "errors"),
-    "trace": (searching.ModelTracer, "trace"),
+    "trace": (ModelTracer, "trace"),
+    "candidates": (uniform_candidates, "candidates"),
+    "turn": (race, "of_all_ranks"),
     "proposal": (searching, "proposal"),
     "reading": (Proposal, "from_text"),
     "change": (PlanChanges, "follow"),
@@ -37,15 +40,16 @@ def _dies(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def predicted(*_):
+    return Proposal(proposal_of(build("Mlp"), {"eight": "BlockQuant"}, 2))
+
+
 def until_gone(point, where):
     """Train until a rank raises, in ``attach`` or in a step; the rank ``where`` dies at a point or a step."""
     module, handles = build("Mlp"), []
     dist.barrier()
-    measured = measuring.measured_profile
-    with scripted(module, SPECS, TIMES_S, handles):
+    with scripted(module, SPECS, TIMES_S, handles, predicted):
         patches = []
-        if point == "profile":  # measured in earnest
-            patches.append(mock.patch("gckernels.sync.predictive.machine_cache.measured_profile", measured))
         if dist.get_rank() == where and point in POINTS:
             patches.append(mock.patch.object(*POINTS[point], _dies))
         for patch in patches:
@@ -54,7 +58,7 @@ def until_gone(point, where):
             model, handle = tuned_handle("ddp", module)
             handles.append(handle)
             step_of_death = int(point) if point.isdigit() and dist.get_rank() == where else None
-            train(model, module, range(40), lambda step: _dies() if step == step_of_death else None)
+            train(model, module, range(60), lambda step: _dies() if step == step_of_death else None)
         except RuntimeError as error:
             for handle in handles:
                 handle.close()
@@ -68,12 +72,13 @@ def until_gone(point, where):
 @pytest.mark.parametrize(
     ("point", "where"),
     [
-        ("profile", 1),
         pytest.param("recorder", 1, marks=pytest.mark.slow),
         ("2", 1),  # plain steps
-        pytest.param("6", 1, marks=pytest.mark.slow),  # recorded ones
+        pytest.param("12", 1, marks=pytest.mark.slow),  # recorded ones
         ("errors", 1),
         pytest.param("trace", 1, marks=pytest.mark.slow),
+        ("candidates", 0),
+        pytest.param("turn", 1, marks=pytest.mark.slow),
         ("proposal", 0),
         pytest.param("reading", 1, marks=pytest.mark.slow),
         ("change", 1),
@@ -96,12 +101,12 @@ def with_a_slow_rank(point, where):
         time.sleep(0.5)
         return original(*arguments, **keywords)
 
-    with scripted(module, SPECS, TIMES_S, handles):
+    with scripted(module, SPECS, TIMES_S, handles, predicted):
         original = getattr(owner, name)
         with mock.patch.object(owner, name, late if dist.get_rank() == where else original):
             model, handle = tuned_handle("ddp", module)
             handles.append(handle)
-            seen = train(model, module, range(62), lambda _: policy_of(handle))
+            seen = train(model, module, range(80), lambda _: policy_of(handle))
     handle.close()
     return seen
 
@@ -112,7 +117,14 @@ def with_a_slow_rank(point, where):
         ("errors", 1),
         *(
             pytest.param(point, where, marks=pytest.mark.slow)
-            for point, where in (("recorder", 1), ("trace", 0), ("proposal", 0), ("reading", 1), ("change", 1))
+            for point, where in (
+                ("recorder", 1),
+                ("trace", 0),
+                ("candidates", 1),
+                ("proposal", 0),
+                ("reading", 1),
+                ("change", 1),
+            )
         ),
     ],
 )

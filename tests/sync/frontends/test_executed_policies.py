@@ -16,7 +16,8 @@ import gckernels
 from gckernels.sync import Frontend, Plan, Topology, attach
 from gckernels.sync.planner.choice import POLICIES, choose
 from gckernels.sync.planner.drafts.problem import Problem, ProblemError
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of
 from ranks import run_ranks, values_of
 from workloads import digest_of, topology
@@ -40,7 +41,7 @@ def problem(module: nn.Module, frontend: Frontend, nbytes_per_s: float) -> Probl
     ]
     names = [tensor.name for tensor in tensors]
     buckets = (tuple(names[:1]), tuple(names[1:4]), tuple(names[4:])) if frontend == Frontend.DDP else ()
-    trace = Trace("network", tuple(tensors), 0.01, buckets=buckets)
+    trace = ModelTrace("network", tuple(tensors), 0.01, buckets=buckets)
     where = topology(dist.get_world_size()) if nbytes_per_s > 1e7 else Topology(dist.get_world_size())
     return problem_of(trace, frontend, COMPRESSORS, topology=where, link_nbytes_per_s=nbytes_per_s)
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,7 +67,8 @@ def check(result: dict[str, Any], numel: int, steps: int) -> None:
     assert (after["step"], after["world_size"], after["plan"]) == (steps, 2, before["plan"])
     assert after["plain_nbytes"] == 4 * numel and after["sent_nbytes"] == result["sent"]
     assert after["saved_nbytes"] == after["plain_nbytes"] - after["sent_nbytes"]
-    assert (after["error"], after["policy"], after["decisions"], after["plain_s"]) == (0.5, "auto", 1, 2e-6)
+    assert (after["error"], after["policy"], after["decisions"]) == (0.5, "auto", 1)
+    assert after["plain_s"] - after["step_s"] == pytest.approx(1e-6), "the plan saves so much of a step"
     assert after.keys() <= documented()[0]
     assert after["speedup"] == after["plain_s"] / after["step_s"]
     assert [each.step for each in result["samples"]] == [10]

@@ -29,7 +29,8 @@ from gckernels.sync.accuracy.accuracy import (
 )
 from gckernels.sync.accuracy.errors import assumed_error
 from gckernels.sync.plans.plan import Plan, UnitPlan
-from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor, TraceError
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import Role, TracedTensor, TraceError
 
 CONVERGENCE = Path(__file__).parents[3] / "bench" / "results" / "cpu" / "convergence.csv"
 
@@ -39,7 +40,7 @@ def tensor(name, shape=(64, 32), role=Role.WEIGHT, **more):
 
 
 def trace_of(*tensors):
-    return Trace("small", tensors, 0.0)
+    return ModelTrace("small", tensors, 0.0)
 
 
 UNMEASURED = trace_of(

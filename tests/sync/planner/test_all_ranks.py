@@ -25,7 +25,8 @@ from gckernels.sync.programs import PROGRAMS, Level, Place, Program, enumerate_p
 from gckernels.sync.programs.layouts import Capabilities, propagate
 from gckernels.sync.programs.stages import MessageKind, Resource, takes_part
 from gckernels.sync.programs.steps import Broadcast, Collective, Gather, Reduce
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from predictions import RatedMachine
 
 LINKS = dict.fromkeys(Shared, math.inf) | {Shared.INTER: 1.0, Shared.INTRA: 1.0}
@@ -67,7 +68,7 @@ class Cluster:
         need = Need(need.latency_s, need.loaded_s, shares)
         return self.add(list(queues.values()), need, set().union(*(after[rank] for rank in queues)))
 
-    def step_s(self, trace: Trace) -> float:
+    def step_s(self, trace: ModelTrace) -> float:
         capacities = {}
         for shared, capacity in self.machine.capacities.items():
             for rank in self.ranks:
@@ -76,7 +77,7 @@ class Cluster:
         return max(times.end_s) + trace.optimizer_s
 
 
-def cluster_step_s(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> float:
+def cluster_step_s(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -> float:
     """The seconds of a step of a cluster."""
     machine, topology = pricer.machine, pricer.machine.topology
     cluster = Cluster(machine)
@@ -126,15 +127,15 @@ def roots_in(program: Program) -> set[Level]:
     return {step.level for step in program if isinstance(step, Gather | Reduce | Broadcast)}
 
 
-def random_trace(draw: random.Random) -> Trace:
+def random_trace(draw: random.Random) -> ModelTrace:
     tensors, ready_s = [], 0.0
     for number in range(draw.randint(1, 8)):
         ready_s += draw.choice((0.0, 0.1, 1.0))
         tensors.append(TracedTensor(f"t{number}", draw.randint(16, 3 << 16), ready_s))
-    return Trace("any", tuple(tensors), ready_s + draw.choice((0.0, 0.3)), draw.random(), draw.random())
+    return ModelTrace("any", tuple(tensors), ready_s + draw.choice((0.0, 0.3)), draw.random(), draw.random())
 
 
-def random_plan(draw: random.Random, trace: Trace, topology: Topology, programs: list[Program]) -> Plan:
+def random_plan(draw: random.Random, trace: ModelTrace, topology: Topology, programs: list[Program]) -> Plan:
     units = []
     for number, tensor in enumerate(reversed(trace.tensors)):
         program = draw.choice(programs)

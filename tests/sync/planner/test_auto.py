@@ -25,8 +25,8 @@ from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Place
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
-from gckernels.sync.traces.trace_files import read_trace
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of
 
 COMPRESSORS = (
@@ -50,7 +50,7 @@ def random_problem(seed: int, frontend: Frontend, launches: int = 3) -> Problem:
             tensors.append(TracedTensor(f"t{launch}.{index}", shape[0] * shape[1], ready_s, shape))
         buckets.append(tuple(each.name for each in tensors if each.name.startswith(f"t{launch}.")))
     problem = problem_of(
-        Trace("m", tuple(tensors), ready_s, buckets=tuple(buckets)),
+        ModelTrace("m", tuple(tensors), ready_s, buckets=tuple(buckets)),
         frontend,
         tuple(rng.sample(COMPRESSORS, 2)),
         topology=rng.choice([Topology(2), Topology(4), Topology(3, 2)]),
@@ -109,7 +109,7 @@ def test_options_that_are_compared_in_parts_are_those_that_all_together_are(monk
 
 def test_no_other_parts_of_a_large_last_message_make_a_plan_much_faster():
     """The plan of a policy is the start here that the estimates of the search think little of."""
-    trace = read_trace("lstm")
+    trace = ModelTrace.load("lstm")
     methods = dict.fromkeys((tensor.name for tensor in trace.tensors), (gckernels.EFSignSGD(),))
     problem = Problem(trace, Pricer(load_machine("espresso-pcie")), Frontend.MODULE, methods)
     plan = POLICIES["auto"](problem)

@@ -17,7 +17,8 @@ from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.machine import MachineError, Overheads
 from gckernels.sync.planner.search.restructure import after, moved, orders_of
 from gckernels.sync.plans.plan import Frontend
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of
 
 COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4), gckernels.DGC(), gckernels.PowerSGD(rank=2))
@@ -27,7 +28,7 @@ def small_problem(frontend: Frontend) -> Problem:
     tensors = tuple(TracedTensor(f"t{at}", 64 << at, at * 1e-3, (64, 1 << at)) for at in range(9))
     buckets = tuple(tuple(each.name for each in tensors[at : at + 3][::-1]) for at in (0, 3, 6))
     problem = problem_of(
-        Trace("m", tensors, 9e-3, buckets=buckets),
+        ModelTrace("m", tensors, 9e-3, buckets=buckets),
         frontend,
         COMPRESSORS,
         topology=Topology(3, 2),

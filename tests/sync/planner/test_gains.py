@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gckernels.sync.planner.search.significance import is_gain
-from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.traces.model_trace import ModelTrace
 
-TRACE = Trace("m", (), backward_s=0.4, forward_s=0.3, optimizer_s=0.1)
+TRACE = ModelTrace("m", (), backward_s=0.4, forward_s=0.3, optimizer_s=0.1)
 
 
 @pytest.mark.parametrize(

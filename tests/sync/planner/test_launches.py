@@ -11,7 +11,8 @@ from gckernels.sync.planner.timeline.launches import BucketLaunch, launches_of, 
 from gckernels.sync.plans.plan import Frontend, PlanError
 from gckernels.sync.programs import PROGRAMS
 from gckernels.sync.programs.stages import MessageKind
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 
 MI = 1 << 20
 
@@ -20,16 +21,16 @@ def unit(name: str, numel: int, spec: str = "BlockQuant", program: str = "alltoa
     return UnitPlan(name, numel, from_spec(spec), PROGRAMS[program], True, **changes)
 
 
-def trace_of(*numels: int, buckets: tuple[tuple[str, ...], ...] = (), **changes) -> Trace:
+def trace_of(*numels: int, buckets: tuple[tuple[str, ...], ...] = (), **changes) -> ModelTrace:
     """A trace of tensors ``a``, ``b`` and so on, ready after 1, 2, ... seconds."""
     tensors = tuple(
         TracedTensor(name, numel, float(index), **changes)
         for index, (name, numel) in enumerate(zip("abcdefgh", numels, strict=False), start=1)
     )
-    return Trace("model", tensors, float(len(tensors)), buckets=buckets)
+    return ModelTrace("model", tensors, float(len(tensors)), buckets=buckets)
 
 
-def plan_of(trace: Trace, spec: str = "BlockQuant", program: str = "alltoall") -> Plan:
+def plan_of(trace: ModelTrace, spec: str = "BlockQuant", program: str = "alltoall") -> Plan:
     """Units in the order of the parameters, the reverse of that in which gradients are ready."""
     return Plan(tuple(unit(tensor.name, tensor.numel, spec, program) for tensor in reversed(trace.tensors)))
 

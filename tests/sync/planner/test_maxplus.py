@@ -19,7 +19,8 @@ from gckernels.sync.planner.search.restructure import moved
 from gckernels.sync.planner.search.search import Search
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs.steps import Broadcast
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of
 
 COMPRESSORS = (gckernels.EFSignSGD(), gckernels.BlockQuant(bits=4))
@@ -31,7 +32,7 @@ def random_problem(rng: random.Random, units: int, **machine: object) -> Problem
     for index in range(units):
         ready_s += rng.choice([0.0, 1e-4, 1e-3])
         tensors.append(TracedTensor(f"t{index}", rng.choice([100, 5000, 100_000, 1_000_000]), ready_s))
-    trace = Trace("m", tuple(tensors), ready_s + rng.choice([0.0, 1e-3]), forward_s=0.002, optimizer_s=0.001)
+    trace = ModelTrace("m", tuple(tensors), ready_s + rng.choice([0.0, 1e-3]), forward_s=0.002, optimizer_s=0.001)
     return problem_of(trace, Frontend.MODULE, COMPRESSORS, **machine)
 
 

@@ -13,21 +13,22 @@ from gckernels.sync.planner.choice import POLICIES, choose
 from gckernels.sync.planner.drafts.drafts import MessageDraft, Option, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, Place
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of
 
 SIGN = gckernels.EFSignSGD()
 
 
-def traced(*numels: int, buckets: tuple[tuple[str, ...], ...] = ()) -> Trace:
+def traced(*numels: int, buckets: tuple[tuple[str, ...], ...] = ()) -> ModelTrace:
     tensors = tuple(TracedTensor(f"t{index}", numel, 0.001 * index) for index, numel in enumerate(numels))
-    return Trace("m", tensors, backward_s=0.001 * len(numels), buckets=buckets)
+    return ModelTrace("m", tensors, backward_s=0.001 * len(numels), buckets=buckets)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        ({"trace": Trace("m", (), 0.0)}, ValueError, "no tensors"),
+        ({"trace": ModelTrace("m", (), 0.0)}, ValueError, "no tensors"),
         ({"trace": traced(4, 4)}, ValueError, "no buckets"),
         ({"trace": traced(4, 4, buckets=(("t0",),))}, ValueError, "each of its tensors once"),
         ({"allowed": {"other": (SIGN,)}}, ValueError, "'other'"),
@@ -54,7 +55,7 @@ def test_a_tensor_that_may_not_use_the_compressor_travels_in_the_same_program():
 def test_a_low_rank_method_is_one_compressor_for_matrices_of_all_shapes():
     """The rule of accuracy fits it to each shape."""
     tensors = tuple(TracedTensor(f"t{rows}", 40 * rows, 0.0, (rows, 40)) for rows in (64, 96, 160))
-    method, trace = gckernels.PowerSGD(rank=2), Trace("m", tensors, 0.01)
+    method, trace = gckernels.PowerSGD(rank=2), ModelTrace("m", tensors, 0.01)
     problem = replace(problem_of(trace, Frontend.MODULE), allowed=allowed_compressors(trace, [method]))
     assert problem.compressors == (method,) and problem.users[method] == {0, 1, 2}
     for plan in (POLICIES["all"](problem), choose(problem, "all:PowerSGD(rank=2)").plan):
@@ -62,7 +63,7 @@ def test_a_low_rank_method_is_one_compressor_for_matrices_of_all_shapes():
 
 
 def test_a_tensor_that_cannot_be_encoded_is_averaged_in_place():
-    trace = Trace("m", (TracedTensor("t0", 64, 0.0, dtype=torch.float64),), 0.0)
+    trace = ModelTrace("m", (TracedTensor("t0", 64, 0.0, dtype=torch.float64),), 0.0)
     problem = problem_of(trace, Frontend.MODULE, (SIGN,))
     (unit,) = plan_of(problem, draft_of_launches([[0]], Option(ALLGATHER, SIGN))).units
     assert unit.program == ALLREDUCE and unit.compressor == gckernels.Identity()
@@ -86,7 +87,7 @@ def test_a_draft_has_each_tensor_once_in_the_launches_that_are_given(draft):
 def test_launches_of_a_synchronizer_are_of_one_dtype_and_size():
     tensors = [TracedTensor(f"t{index}", 100, 0.0) for index in range(5)]
     tensors.append(TracedTensor("half", 100, 0.0, dtype=torch.bfloat16))
-    problem = problem_of(Trace("m", tuple(tensors), 0.0), Frontend.MODULE)
+    problem = problem_of(ModelTrace("m", tuple(tensors), 0.0), Frontend.MODULE)
     assert usual_launches(problem, 800) == ((0, 1), (2, 3), (4,), (5,))
 
 

@@ -13,12 +13,12 @@ from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.policies.none import none
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
-from gckernels.sync.traces.trace_files import read_trace
+from gckernels.sync.traces.model_trace import ModelTrace
 
 
 def iteration_s(machine: Machine, model: str, computing_s: float) -> float:
     """The predicted iteration without compression, of a model that computes for ``computing_s`` on one device."""
-    trace = read_trace(model)
+    trace = ModelTrace.load(model)
     trace = replace(trace, forward_s=computing_s - trace.backward_s)
     problem = Problem(trace, Pricer(machine), Frontend.MODULE)
     return problem.step_s(none(problem))

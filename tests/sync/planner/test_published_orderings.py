@@ -30,7 +30,7 @@ from gckernels.sync.planner.published.secopa_costs import Exchange
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import ALLTOALL, HIERARCHICAL, Place
-from gckernels.sync.traces.trace_files import read_trace
+from gckernels.sync.traces.model_trace import ModelTrace
 
 NVLINK, PCIE = "espresso-nvlink", "espresso-pcie"
 SIGN, DGC, RANDOM = "EFSignSGD", "DGC(ratio=0.01)", "RandomK(ratio=0.01)"
@@ -40,7 +40,7 @@ slow = pytest.mark.slow
 
 @functools.cache
 def problem(machine: str, trace: str, spec: str, places: tuple[Place, ...] = BOTH) -> Problem:
-    tensors = replace(read_trace(trace), forward_s=0.0)  # ratios below are of backward and synchronisation
+    tensors = replace(ModelTrace.load(trace), forward_s=0.0)  # ratios below are of backward and synchronisation
     allowed = {tensor.name: (gckernels.from_spec(spec),) for tensor in tensors.tensors}
     return Problem(tensors, Pricer(load_machine(machine)), Frontend.MODULE, allowed, places)
 
@@ -85,7 +85,7 @@ def test_systems_are_in_the_published_order(machine, trace, spec, fastest_first)
 def test_whole_steps_gain_as_much_as_published(machine, trace, spec, published):
     """Iterations of 64 devices without compression and with Espresso's plan. Without forward and optimizer, which come
     from the published bound, gains would be up to three times as large."""
-    rest_s = read_trace(trace).forward_s
+    rest_s = ModelTrace.load(trace).forward_s
     espresso, none = steps(problem(machine, trace, spec), ("espresso", "none"))
     assert (none + rest_s) / (espresso + rest_s) == pytest.approx(published, rel=0.25)
 

@@ -17,14 +17,15 @@ from gckernels.sync.planner.policies.messages import GATHERED_BETWEEN_MACHINES, 
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, Place
 from gckernels.sync.programs.steps import Broadcast, Decode, Encode, Gather, Hop
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of
 
 PUBLISHED = ("secopa", "mergecomp", "cupcake", "espresso", "byteps", "hitopkcomm")
 SIGN = gckernels.EFSignSGD()
 
 
-def traced(*numels: int, dtypes: tuple[torch.dtype, ...] = (), gap_s: float = 0.001) -> Trace:
+def traced(*numels: int, dtypes: tuple[torch.dtype, ...] = (), gap_s: float = 0.001) -> ModelTrace:
     """A trace whose gradients are ready one after the other, in buckets of two."""
     dtypes = dtypes or (torch.float32,) * len(numels)
     tensors = tuple(
@@ -37,7 +38,7 @@ def traced(*numels: int, dtypes: tuple[torch.dtype, ...] = (), gap_s: float = 0.
             buckets[-1].append(other.name)
         else:
             buckets.append([other.name])
-    return Trace("m", tensors, gap_s * len(numels), buckets=tuple(map(tuple, buckets)))
+    return ModelTrace("m", tensors, gap_s * len(numels), buckets=tuple(map(tuple, buckets)))
 
 
 def check(problem: Problem, name: str) -> object:

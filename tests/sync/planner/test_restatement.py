@@ -21,7 +21,8 @@ from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Level, Place, enumerate_programs, ring
 from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import Collective
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from predictions import RatedMachine
 
 TOPOLOGIES = (Topology(2), Topology(4), Topology(2, 3), Topology(4, 2), Topology(12))
@@ -59,7 +60,7 @@ class Arbitrary(RatedMachine):
         return random.Random(repr((self.seed, *key))).random()
 
 
-def random_case(seed: int) -> tuple[Plan, Trace, Pricer, Frontend]:
+def random_case(seed: int) -> tuple[Plan, ModelTrace, Pricer, Frontend]:
     draw = random.Random(seed)
     topology, frontend = draw.choice(TOPOLOGIES), draw.choice(list(Frontend))
     places = draw.choice(PLACES)
@@ -78,7 +79,7 @@ def random_case(seed: int) -> tuple[Plan, Trace, Pricer, Frontend]:
         halves = ([each.name for each in tensors[:cut]], [each.name for each in tensors[cut:]])
         buckets = tuple(tuple(reversed(half)) for half in halves if half)
     last_s = tensors[-1].ready_s + draw.choice((0.0, 0.3))
-    trace = Trace("any", tensors, last_s, draw.random(), draw.random(), buckets)
+    trace = ModelTrace("any", tensors, last_s, draw.random(), draw.random(), buckets)
     units = []
     for tensor in reversed(tensors):
         program = draw.choice(chosen)
@@ -110,7 +111,7 @@ class Job:
     end_s: float | None = None
 
 
-def jobs_of(plan: Plan, trace: Trace, pricer: Pricer, frontend: Frontend) -> tuple[list[Job], list[Job], Job]:
+def jobs_of(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -> tuple[list[Job], list[Job], Job]:
     """All jobs in the order of submission, those that are stages, and the last one of backward."""
     machine = pricer.machine
     overheads = machine.overheads

@@ -15,9 +15,9 @@ import gckernels
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names
 from gckernels.sync.planner.machines.machine import Machine, MachineError, Price, Shared
-from gckernels.sync.planner.machines.resting import RestingMachine
 from gckernels.sync.planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
 from gckernels.sync.planner.machines.schema import description_to_json
+from gckernels.sync.predictive.resting_machine import RestingMachine
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import KINDS, Collective, Level, Place
 from gckernels.sync.programs.topology import Topology

@@ -15,7 +15,8 @@ from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
-from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import Role, TracedTensor
 from planning import SimpleMachine
 from workloads import thinned
 
@@ -41,7 +42,7 @@ MODELS = [
 RULES = ("safe", ("BlockQuant(bits=4)", "Cast16", "PowerSGD", "ChunkTopK"), "exact")
 
 
-def trace_of(kinds: tuple[str, ...]) -> Trace:
+def trace_of(kinds: tuple[str, ...]) -> ModelTrace:
     """A trace with DDP's buckets, one for each dtype."""
     tensors, buckets = [], {}
     for number, kind in enumerate(kinds):
@@ -49,7 +50,7 @@ def trace_of(kinds: tuple[str, ...]) -> Trace:
         numel, role = torch.Size(shape).numel(), Role.VECTOR if len(shape) < 2 else Role.WEIGHT
         tensors.append(TracedTensor(f"t{number}", numel, 1e-3 * number, shape, dtype, role, float(bool(numel))))
         buckets.setdefault(dtype, []).append(f"t{number}")
-    return Trace("model", tuple(tensors), 1e-3 * len(kinds), 1e-3, buckets=tuple(map(tuple, buckets.values())))
+    return ModelTrace("model", tuple(tensors), 1e-3 * len(kinds), 1e-3, buckets=tuple(map(tuple, buckets.values())))
 
 
 @pytest.mark.parametrize(("kinds", "frontend"), thinned(itertools.product(MODELS, Frontend), 3))

@@ -17,14 +17,14 @@ from gckernels.sync.planner.timeline.timeline import Timeline, timeline
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Program
 from gckernels.sync.programs.steps import AllReduce, Broadcast, Decode, Encode, Level, Place, Reduce
-from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.traces.model_trace import ModelTrace
 from predictions import RatedMachine, trace_of
 
 LINK_S = 1 / 32  # for a byte: 8 floats in an all-reduce of two ranks take a second
 ON_HOST: Program = (Encode(Place.HOST), *PROGRAMS["allgather"][1:2], Decode(Place.HOST))
 
 
-def plan_of(trace: Trace, programs: dict[str, Program | str], topology: Topology | None = None) -> Plan:
+def plan_of(trace: ModelTrace, programs: dict[str, Program | str], topology: Topology | None = None) -> Plan:
     """A plan that sends the tensors named in ``programs`` with ``Cast16``, and averages the others in place."""
     units = []
     for tensor in reversed(trace.tensors):
@@ -35,7 +35,7 @@ def plan_of(trace: Trace, programs: dict[str, Program | str], topology: Topology
     return Plan(tuple(units), topology)
 
 
-def predict(trace: Trace, machine: RatedMachine, frontend: Frontend = Frontend.DDP, **programs) -> Timeline:
+def predict(trace: ModelTrace, machine: RatedMachine, frontend: Frontend = Frontend.DDP, **programs) -> Timeline:
     return timeline(plan_of(trace, programs), trace, Pricer(machine), frontend)
 
 
@@ -90,8 +90,8 @@ def test_encoding_on_the_host_delays_only_its_own_message():
 
 @pytest.mark.parametrize(("numel", "indivisible_s", "divisible_s"), [(64, 2.5, 2.75), (256, 7.0, 5.0)])
 def test_divisible_programs_pay_for_large_tensors(numel, indivisible_s, divisible_s):
-    """Between four ranks an all-gather sends 3 payloads, an all-to-all and an all-gather of shards 3/4 each, with one
-    more latency of a second: 1 + 1.5 seconds against 2 + 0.75 for 64 elements."""
+    """Between four ranks an all-gather sends 3 payloads, and an all-to-all and an all-gather of shards 3/4 each. They
+    have one more latency of a second: 1 + 1.5 seconds against 2 + 0.75 for 64 elements."""
     trace = trace_of(("a", numel, 0.0), buckets=(("a",),))
     machine = RatedMachine(Topology(4), link_s=1 / 256, latency_s=1.0)
     assert predict(trace, machine, a="allgather").step_s == pytest.approx(indivisible_s)

@@ -10,13 +10,13 @@ import pytest
 from gckernels import from_spec
 from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.machines.machine import Overheads, Shared
-from gckernels.sync.planner.replay import read_steps, replay
 from gckernels.sync.planner.timeline.events import timeline_events
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import Timeline, timeline
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS
 from gckernels.sync.programs.steps import Place
+from harness.replay import read_steps, replay
 from predictions import RatedMachine, trace_of
 
 KI = 1 << 10

@@ -145,7 +145,7 @@ def test_what_was_measured_before_a_cut_off_counts(monkeypatch, at_s):
 
 
 def test_a_curve_that_has_hardly_begun_is_left_out(monkeypatch):
-    """A straight line through one size would tell a price for the whole network."""
+    """A straight line through one size would give a price for the whole network."""
     link = Link(monkeypatch, 0.003, (0.0, 0.0))
     trains = link.trains()
     trains.begin()

@@ -195,7 +195,7 @@ def test_any_graph_of_work_is_done_once_and_in_order(impatient, lanes, seed):
 
 
 def test_work_that_comes_while_a_thread_looks_for_work_is_taken_up():
-    """The thread that comes with it finds the queue taken, and the one that looks has just seen nothing."""
+    """The thread that comes with it finds the queue taken, and the looking thread has just seen nothing."""
     pool, done = Pool("own", LaneFailure()), []
 
     class Interrupted(Queue):

@@ -20,8 +20,8 @@ from gckernels import sync
 from gckernels.ops import BlockQuant, Cast16, TopK
 from gckernels.sync.accuracy.accuracy import candidates_by_default
 from gckernels.sync.accuracy.errors import relative_errors
-from gckernels.sync.traces.model_trace import Role, Trace
-from gckernels.sync.traces.trace_files import trace_from_text, trace_to_text
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import Role
 from gckernels.sync.tracing.gradients import spread
 from models import MODELS, SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -148,7 +148,7 @@ def check_trace(trace, run):
     if run.ddp:
         assert sorted(name for bucket in trace.buckets for name in bucket) == sorted(named)
         assert len(trace.buckets) > 1
-    assert trace_from_text(trace_to_text(trace), "recorded") == trace
+    assert ModelTrace.from_text(trace.to_text(), "recorded") == trace
 
 
 @pytest.mark.parametrize("name", thinned([(name,) for name in RUNS], 2))
@@ -206,7 +206,7 @@ def test_without_a_process_group():
 # -------------------------------------------------------------------- roles, errors
 
 
-def recorded(model, batches, **arguments) -> Trace:
+def recorded(model, batches, **arguments) -> ModelTrace:
     recording = sync.trace_model(model, len(batches), warmup=0, **arguments)
     for batch in batches:
         model.zero_grad()

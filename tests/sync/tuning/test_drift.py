@@ -42,7 +42,7 @@ def test_three_slower_windows_make_a_new_plan(expected):
 
 
 def test_faster_steps_make_no_new_plan():
-    """Compression may pay no longer, which a trial of plain steps tells. Plain ones are good news."""
+    """Compression may pay no longer, which a trial of plain steps shows. Plain ones are good news."""
     assert actions(Drift(COMPRESSED), [0.084] * 3) == [Action.STAY, Action.STAY, Action.TRY_NONE]
     assert set(actions(Drift(PLAIN), [0.084] * 30 + [0.04] * 30)) == {Action.STAY}
 

@@ -13,7 +13,8 @@ from gckernels.sync.accuracy.accuracy import ROUNDING, allowed_compressors
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD
-from gckernels.sync.traces.model_trace import Role, Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import Role, TracedTensor
 from gckernels.sync.tuning.watching.drift import PATIENCE
 from gckernels.sync.tuning.watching.fallback import errors_of, finer, remembering
 from gckernels.sync.tuning.watching.guard import Fault, Guard, Reading
@@ -26,7 +27,7 @@ def tensor(name: str, role: Role = Role.WEIGHT, **errors: float) -> TracedTensor
     return TracedTensor(name, 4096, 0.0, (64, 64), role=role, errors=ERRORS | errors)
 
 
-TRACE = Trace("model", (tensor("a"), tensor("b"), tensor("table", Role.EMBEDDING)), 0.1)
+TRACE = ModelTrace("model", (tensor("a"), tensor("b"), tensor("table", Role.EMBEDDING)), 0.1)
 
 
 def unit(name: str, method: object, program: object = ALLGATHER, **more: object) -> UnitPlan:
@@ -61,7 +62,7 @@ def test_without_feedback_only_a_limit_is_watched():
 
 
 def test_momenta_are_watched_and_votes_are_not():
-    """A vote says nothing of magnitudes, so no error tells a good one from a bad one."""
+    """A vote says nothing of magnitudes, so no error separates a good one from a bad one."""
     dgc, vote = DGC(), SigNUM()
     plan = Plan((unit("a", dgc), unit("b", vote)))
     guard = Guard.of(plan, [dgc, vote], TRACE)
@@ -171,14 +172,14 @@ def test_parts_and_merged_units_stay_as_they_are_cut():
 
 def test_a_low_rank_method_is_followed_by_a_codec():
     matrix = PowerSGD().fit((64, 64))
-    trace = Trace("model", (tensor("a", **{str(PowerSGD()): 0.8}),), 0.1)
+    trace = ModelTrace("model", (tensor("a", **{str(PowerSGD()): 0.8}),), 0.1)
     (changed,) = finer(Plan((unit("a", matrix, ENCODED_ALLREDUCE),)), faulty("a"), trace, "aggressive", 2).units
     assert changed.compressor == SIGN and changed.program != ENCODED_ALLREDUCE
 
 
 def test_a_compressor_whose_error_has_grown_is_followed_by_one_that_it_was_finer_than():
     """As one of low rank whose gradients were of low rank when they were recorded."""
-    trace = Trace("model", (tensor("table", Role.EMBEDDING, **{str(PowerSGD()): 0.001}),), 0.1)
+    trace = ModelTrace("model", (tensor("table", Role.EMBEDDING, **{str(PowerSGD()): 0.001}),), 0.1)
     plan = Plan((unit("table", PowerSGD().fit((64, 64)), POWERSGD),))
     (changed,) = finer(plan, faulty("table", error=0.91), trace, "aggressive", 2).units
     assert changed.compressor == FOUR

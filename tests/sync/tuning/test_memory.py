@@ -38,8 +38,8 @@ def alive(*kinds: type) -> int:
 
 
 def tuned(front: str, winner: str | None) -> tuple[int, int, int, int]:
-    """The most runtimes in a training that is tuned, or attached to a plan without one, and what is left at its end:
-    runtimes, parts of the tuning, bytes of tensors beyond those of before."""
+    """The most runtimes in a training that is tuned, and what is left at its end: runtimes, parts of the tuning, bytes
+    of tensors beyond those of before."""
     gc.collect()
     before, handles, most = tensor_nbytes(), [], 0
     module, step_s = build("Mlp"), {PLAIN: 1.0, "four": 1.1, "eight": 1.2} | ({winner: 0.5} if winner else {})

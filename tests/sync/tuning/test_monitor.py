@@ -1,15 +1,17 @@
-"""Windows of steps on real ranks, the readings in them, and the rate of a link."""
+"""Windows of steps on real ranks, and the readings in them."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from gckernels import decode, encode, from_spec, sync
+from gckernels.sync.communication.ranks import Ranks
 from gckernels.sync.resources.error_probe import Decoded, ProbedPiece, ProbeSchedule, Readings
 from gckernels.sync.tuning.watching.monitor import Monitor, Window
 from ranks import run_ranks, values_of
@@ -21,34 +23,38 @@ def group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
+class FakeSpans:
+    """Spans of given seconds, one after the other; for ever of one second by default."""
+
+    def __init__(self, seconds: Iterable[tuple[float, float]] | None = None) -> None:
+        self._left, self._met = itertools.repeat((0.0, 1.0)) if seconds is None else iter(seconds), []
+
+    def meet(self) -> None:
+        self._met = []
+
+    def end_step(self) -> None:
+        self._met.append(next(self._left))
+
+    def taken(self, but: int = 0) -> list[tuple[float, float]]:
+        return self._met
+
+
+def ranks() -> Ranks:
+    return Ranks(group(), CPU)
+
+
 def windows_of_a_rank() -> list[Window | None]:
-    """Steps of 1 s on rank 0 and 2 s on rank 1, of which every fourth one is longer."""
-    lengths = itertools.cycle([1.0 + dist.get_rank()] * 3 + [50.0])
-    times = itertools.accumulate(lengths)
-    monitor = Monitor(group(), CPU, window=8, clock=lambda: next(times))
+    """Steps in which one rank waits for the other by turns, of which every fourth one is longer on both."""
+    rank = dist.get_rank()
+    spans = itertools.cycle([(1.0 - rank, 3.0), (1.0 * rank, 3.0), (1.0 - rank, 3.0), (0.0, 50.0)])
+    monitor = Monitor(ranks(), FakeSpans(spans), window=8)
     return [monitor.step_ended() for _ in range(24)]
 
 
-def test_a_window_is_the_median_of_the_slowest_rank():
+def test_a_window_is_the_median_of_the_steps_from_the_last_begin_of_all_ranks():
     for windows in values_of(run_ranks(2, windows_of_a_rank)):
         assert [at for at, window in enumerate(windows) if window is not None] == [7, 15, 23]
         assert {(window.steps, window.step_s) for window in windows if window is not None} == {(8, 2.0)}
-
-
-def window_around_a_pause() -> Window | None:
-    times = itertools.accumulate([1.0] * 4 + [100.0, 1.0])
-    monitor = Monitor(group(), CPU, window=6, clock=lambda: next(times))
-    windows = []
-    for step in range(6):
-        if step == 4:
-            monitor.skip_pause()
-        windows.append(monitor.step_ended())
-    return windows[-1]
-
-
-def test_a_pause_is_in_no_window():
-    (window,) = values_of(run_ranks(1, window_around_a_pause))
-    assert window.step_s == 1.0
 
 
 # -------------------------------------------------------------------- readings
@@ -184,8 +190,8 @@ def test_low_rank_methods_are_read_by_the_mean_of_all_ranks(compressor):
 
 def window_of_means() -> Window | None:
     """Residuals that hold what the gradients of two ranks differ by, and a hundredth of their mean."""
-    watch, times = ProbeSchedule(), itertools.count()
-    monitor = Monitor(group(), CPU, watch, ("a", "b"), ("a",), window=2, clock=lambda: float(next(times)))
+    watch = ProbeSchedule()
+    monitor = Monitor(ranks(), FakeSpans(), watch, ("a", "b"), ("a",), window=2)
     mean, apart = torch.arange(3000.0), (1 - 2 * dist.get_rank()) * torch.ones(3000)
     for _ in range(2):
         watch.begin_step(True)
@@ -223,8 +229,8 @@ def test_only_steps_that_compress_are_watched():
 
 def windows_with_readings(gradient: float, residual: float) -> list[tuple[float, dict[str, tuple[float, float]]]]:
     """One step in every window is watched. Rank 1 leaves ``residual`` of a gradient."""
-    watch, times = ProbeSchedule(), itertools.count()
-    monitor = Monitor(group(), CPU, watch, ("a", "b"), window=4, clock=lambda: float(next(times)))
+    watch = ProbeSchedule()
+    monitor = Monitor(ranks(), FakeSpans(), watch, ("a", "b"), window=4)
     windows = []
     for _ in range(8):
         watch.begin_step(True)

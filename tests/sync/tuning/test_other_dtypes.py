@@ -10,14 +10,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.predictive import machine_cache
+from gckernels.sync.tuning import tuning
 from ranks import run_ranks, values_of
 
 
 def decisions(attached: str) -> list[tuple[int, str]]:
     """The levels and texts of the decisions of a training."""
     module = torch.nn.Linear(8, 8).double()
-    with mock.patch.object(machine_cache, "measured_profile", None):  # nothing is measured in vain
+    with mock.patch.object(tuning, "Tuner", None):  # nothing is tried in vain
         model = DistributedDataParallel(module) if attached == "ddp" else module
         handle = sync.attach(model)
         for _ in range(3):

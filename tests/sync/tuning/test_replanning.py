@@ -11,7 +11,6 @@ import pytest
 import tunings
 from gckernels.sync.accuracy.accuracy import Accuracy
 from gckernels.sync.frontends.ddp.reducer import comm_hook
-from gckernels.sync.predictive import machine_cache
 from gckernels.sync.tuning.trials.rules import STEPS
 from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.watching.drift import WINDOW
@@ -43,7 +42,6 @@ def changed(front: str, before: dict[str, float], after: dict[str, float], steps
     with (
         scripted(module, SPECS, step_s, handles),
         mock.patch.object(watching, "Monitor", ScriptedMonitor),
-        mock.patch.object(machine_cache, "measured_bit_per_s", lambda ranks: 1e9),
     ):
         model, handle = tuned_handle(front, module, **options)
         handles.append(handle)
@@ -80,7 +78,7 @@ def test_plain_steps_that_become_slower_are_planned_anew():
 
 def test_compression_that_no_longer_pays_gives_way_to_plain_steps():
     times = {PLAIN: 1.0, "four": 0.95, "eight": 1.1}, {"four": 1.05}
-    ((steps, texts, hooked), _) = values_of(run_ranks(2, changed, "ddp", *times, 3 * STEPS + 30))
+    ((steps, texts, hooked), _) = values_of(run_ranks(2, changed, "ddp", *times, 6 * STEPS))
     assert steps[STEPS][0] == "four" and steps[-1][0] == PLAIN and not hooked  # a plain step shows DDP's buckets
     assert "trying" in texts[1] and "nothing is compressed" in texts[2] and "nothing is compressed" in texts[3]
     assert len(texts) == 4
@@ -88,7 +86,7 @@ def test_compression_that_no_longer_pays_gives_way_to_plain_steps():
 
 def test_a_milder_plan_is_looked_for_when_plain_steps_have_won():
     times = {PLAIN: 1.0, "four": 0.94, "eight": 1.2}, {"four": 1.05, "eight": 0.95}
-    ((steps, texts, _), _) = values_of(run_ranks(2, changed, "module", *times, 3 * STEPS + 20))
+    ((steps, texts, _), _) = values_of(run_ranks(2, changed, "module", *times, 6 * STEPS))
     assert steps[STEPS][0] == "four" and steps[-1][0] == "eight"
     assert "trying" in texts[1] and "nothing is compressed" in texts[2] and "chosen" in texts[3]
 
@@ -112,7 +110,7 @@ def test_the_plan_that_runs_competes_with_new_ones():
 
 
 def proposed_without(name: str, before: dict[str, float], after: dict[str, float]) -> Any:
-    """A training in which a plan is proposed the first time only. Rank 0 proposes."""
+    """A training in which a plan is proposed the first time only."""
     propose, calls = tunings.proposal_of, []
 
     def first_all(model: Any, specs: dict[str, str], *given: Any) -> Any:

@@ -8,10 +8,7 @@ from unittest import mock
 
 import pytest
 
-from gckernels.sync.communication.agreement import Failure
-from gckernels.sync.predictive import machine_cache, searching
-from gckernels.sync.predictive.measuring import Measured
-from gckernels.sync.tuning import progress
+from gckernels.sync.tuning import progress, uniform_candidates
 from gckernels.sync.tuning.progress import Retries
 from gckernels.sync.tuning.trials.rules import STEPS
 from gckernels.sync.tuning.watching import watching
@@ -41,42 +38,32 @@ def test_old_failures_are_forgotten():
     assert Retries(Allowance(1000)).after(0, "x").settled().after(4000, "x").due == 5000
 
 
-def fails_at_first(front: str, fault: str, failures: int) -> Any:
+def fails_at_first(front: str, failures: int) -> Any:
     """The plans of a training in which some attempts of tuning fail, and its decisions."""
     module, handles, calls = build("Mlp"), [], []
 
-    def fails(part: str) -> bool:
-        calls.extend([0] * (part == fault))
-        return part == fault and len(calls) <= failures
-
     def proposal(*_: object) -> Any:
-        if fails("proposal"):
+        calls.append(0)
+        if len(calls) <= failures:
             raise ValueError(f"no plan after {len(calls)} s")
         return proposal_of(module, SPECS)
-
-    def profile(*_: object) -> Any:
-        return Failure(f"no compiler after {len(calls)} s") if fails("profile") else Measured("no profile", is_new=True)
 
     with (
         scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles),
         mock.patch.object(progress, "REPLAN_STEPS", SOON),
-        mock.patch.object(searching, "proposal", proposal),
-        mock.patch.object(machine_cache, "measured_profile", profile),
+        mock.patch.object(uniform_candidates, "candidates", proposal),
     ):
         model, handle = tuned_handle(front, module)
         handles.append(handle)
-        policies = train(model, module, range(STEPS + 10 * SOON), lambda _: policy_of(handle))
+        policies = train(model, module, range(2 * STEPS + 10 * SOON), lambda _: policy_of(handle))
     decisions = [(each.step, each.level, each.text) for each in handle.decisions]
     handle.close()
     return policies, decisions
 
 
-@pytest.mark.parametrize(
-    ("front", "fault"),
-    [("ddp", "profile"), ("module", "proposal"), pytest.param("ddp", "proposal", marks=pytest.mark.slow)],
-)
-def test_a_tuning_that_failed_is_tried_again_with_one_warning(front, fault):
-    first, second = values_of(run_ranks(2, fails_at_first, front, fault, 2))
+@pytest.mark.parametrize("front", ["ddp", pytest.param("module", marks=pytest.mark.slow)])
+def test_a_tuning_that_failed_is_tried_again_with_one_warning(front):
+    first, second = values_of(run_ranks(2, fails_at_first, front, 2))
     assert first == second
     policies, decisions = first
     assert {*policies[: decisions[1][0]]} == {PLAIN} and policies[-1] == "four"
@@ -86,10 +73,10 @@ def test_a_tuning_that_failed_is_tried_again_with_one_warning(front, fault):
 
 
 def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
-    """The plans of a training whose steps change, and for which no other plan is found, or may follow, at first; its
-    decisions, the steps in which a plan is watched, and those in which checkpoints have the outcome of trials."""
+    """The plans of a training whose steps change, and for which no other plan is found, or may follow, at first.
+    Then its decisions, and the steps in which a plan is watched and in which checkpoints have the outcome of trials."""
     module, handles, calls, times = build("Mlp"), [], [], {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
-    watched, settled, refusals, looks = [], [], ["plain"], []
+    watched, settled, refusals = [], [], ["plain"]
 
     class ScriptedMonitor:
         def __init__(self, *_: object) -> None:
@@ -106,17 +93,9 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
             raise ValueError("no plan")
         return proposal_of(module, SPECS)
 
-    def bit_per_s(ranks: Any) -> float:
-        looks.append(0)
-        if len(looks) == 1 and fault == "look" and ranks.rank == 1:
-            raise MemoryError("no plan")
-        ranks.meet()
-        return 1e9
-
     with (
         scripted(module, SPECS, times, handles),
-        mock.patch.object(searching, "proposal", proposal),
-        mock.patch.object(machine_cache, "measured_bit_per_s", bit_per_s),
+        mock.patch.object(uniform_candidates, "candidates", proposal),
         mock.patch.object(watching, "Monitor", ScriptedMonitor),
         mock.patch.object(progress, "REPLAN_STEPS", SOON),
     ):
@@ -144,9 +123,8 @@ def fails_once_running(fault: str, step_s: dict[str, float]) -> Any:
     return policies, decisions, watched, settled
 
 
-@pytest.mark.parametrize("fault", ["proposal", pytest.param("look", marks=pytest.mark.slow)])
-def test_when_no_other_plan_is_found_the_plan_from_before_competes_with_plain_steps(fault):
-    (policies, decisions, *_), _ = values_of(run_ranks(2, fails_once_running, fault, SLOWER))
+def test_when_no_other_plan_is_found_the_plan_from_before_competes_with_plain_steps():
+    (policies, decisions, *_), _ = values_of(run_ranks(2, fails_once_running, "proposal", SLOWER))
     texts = [text for _, text in decisions]
     assert "planning anew" in texts[1] and "no plan" in texts[2]
     assert "chosen" in texts[3] and "(four)" in texts[3], "it is still faster than plain steps"

@@ -18,7 +18,8 @@ from gckernels.sync.plans.plan import Plan
 from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
-from gckernels.sync.traces.model_trace import Trace, TracedTensor
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 from gckernels.sync.tuning.progress import Progress
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.trials.training import TunedTraining
@@ -30,8 +31,8 @@ from gckernels.sync.tuning.watching.watching import Running, Tuned
 
 FOUR, EIGHT = BlockQuant(bits=4), BlockQuant()
 ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01}
-TRACE = Trace("model", tuple(TracedTensor(name, 4096, 0.0, (64, 64), errors=ERRORS) for name in "ab"), 0.03, 0.01)
-TUNED = Tuned(TRACE, "safe", step_s=0.1, none_s=0.15)
+TRACE = ModelTrace("model", tuple(TracedTensor(name, 4096, 0.0, (64, 64), errors=ERRORS) for name in "ab"), 0.03, 0.01)
+TUNED = Tuned(TRACE, "safe", step_s=0.1, none_s=0.15, computing_s=0.04)
 SOURCE = Source("test", "0")
 PREDICTION = Prediction(0.1, 0.15, "espresso", False, 0.02, SOURCE, SOURCE, 0.13)
 PLAN = Plan(tuple(UnitPlan(name, 4096, FOUR, ALLGATHER, True) for name in "ab"), prediction=PREDICTION)
@@ -93,7 +94,7 @@ def run(monkeypatch):
     def run(given: list[Window], plan: Plan = PLAN, tuned: Tuned = TUNED, phase: Running | None = None):
         handle = FakeTraining(plan) if phase is None else phase._training
         windows[:] = given
-        phase = phase or Running(handle)
+        phase = phase or Running(handle, None)
         steps = phase.watched(tuned, until=handle.steps + 50)
         while True:
             try:
@@ -159,9 +160,9 @@ def test_allowances_go_on_in_a_resumed_training(run):
     saved = Progress(0, "auto", replace(TUNED, accuracy=stages[0].accuracy), waits=phase.waits)
     read = Progress.from_text(saved.to_text(stages, 2), stages, 2, 1000)
     assert read == saved and len(read.waits) == 3
-    again = Running(FakeTraining(PLAN), read.waits)
+    again = Running(FakeTraining(PLAN), None, read.waits)
     assert run([window(0.13)] * 9, phase=again).action is Action.STAY
-    fresh = Running(FakeTraining(PLAN))
+    fresh = Running(FakeTraining(PLAN), None)
     assert run([window(0.13)] * 9, phase=fresh).action is Action.REPLAN
 
 
@@ -204,7 +205,7 @@ def test_a_failure_leaves_the_plan_and_warns_once(run, monkeypatch):
 
 
 def test_a_finer_plan_is_measured_by_its_first_window(run):
-    """It may take longer than the one that trials have measured. Only then it counts as drift."""
+    """It may take longer than the plan of the trials. Only then it counts as drift."""
     faults = [window(0.1, b=0.3)] * 3
     assert run([*faults, *[window(0.13, b=0.01)] * 20]).action is Action.STAY
     close = replace(TUNED, none_s=0.135)

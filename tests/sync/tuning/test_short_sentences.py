@@ -45,7 +45,7 @@ SAFE, COARSE = AccuracyRule("safe", 0.2), AccuracyRule("aggressive", 0.9)
         ),
         (
             stays_plain(RECORDED, [], SAFE),
-            "Nothing is compressed: no plan that the rule safe allows is predicted to be faster.",
+            "Nothing is compressed: the rule safe allows no compressor here.",
         ),
         (resumed(), "The saved plan goes on, without trials."),
         (restarted("its trials had not ended"), "The saved plan is tuned anew: its trials had not ended."),

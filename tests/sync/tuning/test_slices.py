@@ -12,7 +12,9 @@ import pytest
 
 from gckernels.sync.predictive import searching
 from gckernels.sync.predictive.background_search import Slices
+from gckernels.sync.predictive.planning import Proposal
 from gckernels.sync.tuning.trials.rules import RECORDED, STEPS, WARMUP
+from gckernels.sync.tuning.trials.trials import TURN
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
@@ -76,7 +78,7 @@ def long_search(rests: int, at_step: int, front: str = "ddp", closes: bool = Tru
     """The plans of a training for which one is searched in slices, and the rests of the search when it is closed, or
     when the model is gone."""
     module, handles, count = build("Mlp"), [], [0]
-    found = proposal_of(module, {"four": "BlockQuant(bits=4)"})
+    found = Proposal(proposal_of(module, {"four": "BlockQuant(bits=4)"}, 2))
 
     def proposal(*given: Any) -> Any:
         for _ in range(rests):
@@ -85,8 +87,7 @@ def long_search(rests: int, at_step: int, front: str = "ddp", closes: bool = Tru
         return found
 
     with (
-        scripted(module, {}, {PLAIN: 1.0, "four": 0.5}, handles),
-        mock.patch.object(searching, "proposal", proposal),
+        scripted(module, {"eight": "BlockQuant"}, {PLAIN: 1.0, "eight": 0.7, "four": 0.5}, handles, proposal),
         mock.patch.object(searching, "SLICE_S", 0.0),
     ):
         model, handle = tuned_handle(front, module)
@@ -97,10 +98,15 @@ def long_search(rests: int, at_step: int, front: str = "ddp", closes: bool = Tru
     return policies, count[0]
 
 
+SEARCHED = TURN + WARMUP + RECORDED + 1 + TURN
+"""The step after which plans are searched: behind a plain turn, recorded steps, and a turn of the uniform plan."""
+
+
 def test_a_long_search_is_spread_over_steps():
     (policies, rests), (same, _) = values_of(run_ranks(2, long_search, 100, STEPS + 1))
     assert policies == same and rests == 100
-    assert {*policies[: RECORDED + WARMUP + searching.SLICES]} == {PLAIN} and policies[-1] == "four"
+    searched = policies[SEARCHED : SEARCHED + searching.SLICES]
+    assert {*searched} == {"eight"} and policies[-1] == "four"
 
 
 @pytest.mark.parametrize(
@@ -109,5 +115,5 @@ def test_a_long_search_is_spread_over_steps():
 )
 def test_closing_ends_the_search_and_so_does_the_end_of_the_model(front, closes):
     """No thread of it is left, which the ranks check."""
-    (policies, rests), _ = values_of(run_ranks(2, long_search, 100, RECORDED + WARMUP + 3, front, closes))
-    assert {*policies} == {PLAIN} and rests < 100
+    (policies, rests), _ = values_of(run_ranks(2, long_search, 100, SEARCHED + 3, front, closes))
+    assert policies[-1] == "eight" and 0 < rests < 100

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +9,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.predictive import machine_cache
-from gckernels.sync.predictive.measuring import Measured
-from machines import measured_machine
 from ranks import run_ranks, values_of
 
 KINDS = {
@@ -49,22 +44,20 @@ class Unusual(nn.Module):
 def planned(front: str) -> list[tuple[str, list[str], bool]]:
     """For each kind the decisions of a training, and whether a step compresses anything."""
     found = []
-    machine = measured_machine(error=0.1)
-    with mock.patch.object(machine_cache, "measured_profile", lambda *_: Measured(machine, is_new=True)):
-        for kind in KINDS:
-            module = Unusual(kind)
-            model = DistributedDataParallel(module) if front == "ddp" else module
-            handle = sync.attach(model) if front == "ddp" else sync.attach(module)
-            compresses, optimizer = False, torch.optim.SGD(module.parameters(), lr=0.01)
-            for step in range(60):
-                optimizer.zero_grad()
-                generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
-                model(torch.randn(4, 13, generator=generator)).backward()
-                optimizer.step()
-                if compresses := handle.stats()["compressed_units"] > 0:
-                    break
-            found.append((kind, [each.text for each in handle.decisions], compresses))
-            handle.close()
+    for kind in KINDS:
+        module = Unusual(kind)
+        model = DistributedDataParallel(module) if front == "ddp" else module
+        handle = sync.attach(model)
+        compresses, optimizer = False, torch.optim.SGD(module.parameters(), lr=0.01)
+        for step in range(60):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            model(torch.randn(4, 13, generator=generator)).backward()
+            optimizer.step()
+            if compresses := handle.stats()["compressed_units"] > 0:
+                break
+        found.append((kind, [each.text for each in handle.decisions], compresses))
+        handle.close()
     return found
 
 

@@ -12,14 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.predictive import machine_cache, searching
-from gckernels.sync.predictive.measuring import Measured
-from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.traces.model_trace import Trace
+from gckernels.sync.attaching.proposers import LaterProposer
+from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.tuning import uniform_candidates
 from gckernels.sync.tuning.trials.rules import STEPS
 from models import SMALL_BUCKETS, Halves, build
 from ranks import run_ranks, values_of
-from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
+from tunings import PLAIN, policy_of, predict_nothing, proposal_of, scripted, train, tuned_handle
 from workloads import digest_of
 
 SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
@@ -143,13 +142,13 @@ def adversaries() -> list[tuple[str, str, int, int, str]]:
     both."""
     modules = [build("Mlp").layers, nn.Sequential(nn.Linear(7, 23), nn.Tanh(), nn.Linear(23, 1))]
 
-    def proposal(trace: Any, *_: object) -> Any:
-        (module,) = [each for each in modules if len([*each.parameters()]) == len(trace.tensors)]
+    def candidates(parameters: Any, *_: object) -> Any:
+        (module,) = [each for each in modules if len([*each.parameters()]) == len(parameters)]
         return proposal_of(module, {"four": "BlockQuant(bits=4)"})
 
     with (
-        mock.patch.object(machine_cache, "measured_profile", lambda *_: Measured("no profile", is_new=True)),
-        mock.patch.object(searching, "proposal", proposal),
+        mock.patch.object(uniform_candidates, "candidates", candidates),
+        mock.patch.object(LaterProposer, "plans", predict_nothing),
     ):
         makes, judges = models = [DistributedDataParallel(module) for module in modules]
         handles = [sync.attach(model) for model in models]
@@ -180,14 +179,17 @@ def test_two_models_are_tuned_beside_each_other():
 def slow_search(front: str) -> tuple[list[str], list[str]]:
     """The plans of a training in which the search for plans takes more steps than there are for all of the tuning."""
     module, handles = build("Mlp"), []
-    found = searching.PlanSearch.found
+    plans = uniform_candidates.UniformCandidates.plans
 
     def slow(*given: Any) -> Any:
         for _ in range(STEPS + 20):
             yield
-        return (yield from found(*given))
+        return (yield from plans(*given))
 
-    with scripted(module, SPECS, TIMES_S, handles), mock.patch.object(searching.PlanSearch, "found", slow):
+    with (
+        scripted(module, SPECS, TIMES_S, handles),
+        mock.patch.object(uniform_candidates.UniformCandidates, "plans", slow),
+    ):
         model, handle = tuned_handle(front, module)
         handles.append(handle)
         seen = train(model, module, range(2 * STEPS + 30), lambda _: policy_of(handle))
@@ -208,14 +210,16 @@ def thawed() -> tuple[list[str], list[str]]:
     module, handles, traced, seen = build("Mlp"), [], [], []
     module.layers[0].requires_grad_(False)
 
-    def proposal(trace: Trace, *_: Any) -> Proposal:
+    def candidates(parameters: Any, stage: Any, trace: ModelTrace, *_: Any) -> Any:
         traced.extend(tensor.name for tensor in trace.tensors)
+        assert sorted(parameters) == sorted(traced)
         return proposal_of([(name, module.get_parameter(name)) for name in traced], SPECS)
 
-    with scripted(module, SPECS, TIMES_S, handles), mock.patch.object(searching, "proposal", proposal):
+    patch = mock.patch.object(uniform_candidates, "candidates", candidates)
+    with scripted(module, SPECS, TIMES_S, handles), patch:
         handles.append(sync.attach(module))
-        for step in range(40):
-            module.layers[0].requires_grad_(is_thawed := policy_of(handles[0]) != PLAIN and step > 35)
+        for step in range(50):
+            module.layers[0].requires_grad_(is_thawed := policy_of(handles[0]) != PLAIN and step > 45)
             module.zero_grad()
             module(module.batch(step, dist.get_rank())).backward()
             seen += [digest_of(each.grad for each in module.parameters())] if is_thawed else []

@@ -22,11 +22,11 @@ import torch
 import triton
 
 from gckernels.ops.chunktopk.groups import NUMEL_OF_PROGRAM
-from gckernels.testing import sass
-from gckernels.testing.aot import Compiled, compile_launch, disassemble
 from gckernels.testing.configurations import CONFIGURATIONS
-from gckernels.testing.launches import calls_of_one, calls_of_powersgd
 from gckernels.toolkit.kernels.launch import Launch
+from harness.machine_code import sass
+from harness.machine_code.aot import Compiled, compile_launch, disassemble
+from harness.machine_code.launches import calls_of_one, calls_of_powersgd
 
 CAPABILITY = 90
 NUMEL = 2**24
@@ -96,7 +96,7 @@ def pipes_of(launch: Launch, numel: int) -> Pipes:
     """How busy a launch keeps the pipes, for a unit of ``numel`` elements.
 
     Raises:
-        RuntimeError, triton.CompilationError: as :func:`~gckernels.testing.aot.compile_launch`.
+        RuntimeError, triton.CompilationError: as :func:`~harness.machine_code.aot.compile_launch`.
     """
     compiled = compile_launch(launch, CAPABILITY)
     searches, lists = rounds_of(launch)
@@ -192,7 +192,7 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
         dtypes: names of the gradients' dtypes in ``DTYPES``.
 
     Raises:
-        RuntimeError, triton.CompilationError: as :func:`~gckernels.testing.aot.compile_launch`.
+        RuntimeError, triton.CompilationError: as :func:`~harness.machine_code.aot.compile_launch`.
     """
     launched: Counter[tuple[str, ...]] = Counter()
     for spec in configurations:

@@ -20,11 +20,11 @@ import torch
 from gckernels import Codec, chunk_numel
 from gckernels.codec import Backend, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
-from gckernels.testing.aot import TARGETS, compile_launches, specialize
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
 from gckernels.toolkit.kernels.batch import KernelBackend
 from gckernels.toolkit.kernels.launch import Launch, record_launches
 from gckernels.toolkit.kernels.launch_batch import LaunchBackend
+from harness.machine_code.aot import TARGETS, compile_launches, specialize
 
 # name: (dtype of gradient and output, elements, chunks, sources); shapes and addresses alone matter: nothing is filled
 VARIANTS = {

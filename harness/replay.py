@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..programs.lanes import lane_key, route_of, submit_stages
-from ..programs.stages import Resource, StageSpec, spec_from_json
-from .timeline.simulator import Need
-from .timeline.virtual_lanes import Cost, VirtualLanes
+from gckernels.sync.planner.timeline.simulator import Need
+from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
+from gckernels.sync.programs.lanes import lane_key, route_of, submit_stages
+from gckernels.sync.programs.stages import Resource, StageSpec, spec_from_json
 
 _US = 1e-6
 

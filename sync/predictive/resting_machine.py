@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from gckernels.compressor import Compressor
 
-from ...programs.stages import StageKind
-from ...programs.steps import Level, Place
-from .derived import DerivedMachine
-from .machine import Floats, Price, Shared
+from ..planner.machines.derived import DerivedMachine
+from ..planner.machines.machine import Floats, Price, Shared
+from ..programs.stages import StageKind
+from ..programs.steps import Level, Place
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from ..toolkit.kernels.launch import Launch
+from gckernels.toolkit.kernels.launch import Launch
 
 TARGETS = (80, 90, 100)  # compute capabilities: A100; H100 and H200; B200
 AMD = "gfx942"  # MI300

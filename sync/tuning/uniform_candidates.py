@@ -1,0 +1,91 @@
+"""Uniform candidates: plans with one compressor for the whole model, which need no measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gckernels.compressor import Compressor
+from gckernels.ops import Identity
+
+from ..accuracy.accuracy import fitted, unfitted
+from ..communication.agreement import Failure, together
+from ..plans.builders import plan_of_compressors
+from ..plans.plan import Plan
+from ..programs.named import default_program
+from ..traces.model_trace import ModelTrace
+from ..traces.traced_tensors import TracedTensor
+from .trials.race import Race
+from .trials.rules import Phase
+from .trials.training import Steps, TunedTraining
+
+MOST = 8
+"""The largest number of plans, for rules that are long lists."""
+_SIDE = 1 << 10
+
+
+class UniformCandidates:
+    """Proposes a plan for each compressor of a rule.
+
+    Args:
+        training: the training.
+    """
+
+    needs_trace = False
+
+    def __init__(self, training: TunedTraining) -> None:
+        self._training = training
+
+    def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
+        training, frontend = self._training, self._training.frontend
+
+        def made() -> tuple[Plan, ...]:
+            found = candidates(frontend.sent_parameters(), stage, trace, training.ranks.world_size)
+            return tuple(plan for plan in map(training.checked, found) if plan.compresses)
+
+        return together(frontend.group, frontend.device, made)
+        yield
+
+    def close(self) -> None:
+        pass
+
+
+def candidates(
+    parameters: Mapping[str, torch.nn.Parameter], stage: Phase, trace: ModelTrace, world_size: int
+) -> tuple[Plan, ...]:
+    """A plan for each compressor of a rule, the one first that sends least, at most :data:`MOST`.
+
+    Where the rule does not allow the compressor, as with signs for an embedding, the plan has the next one that sends
+    more and goes through the same program. If there is none, as for vectors, the plan is exact there.
+
+    Args:
+        parameters: the parameters by name.
+        stage: the rule of accuracy.
+        trace: the model, with the errors that are known of compressors.
+        world_size: the number of ranks.
+    """
+    ordered = sorted((each for each in stage.methods if each != Identity()), key=_payload_nbytes)
+    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    plans: dict[str, Plan] = {}
+    for at, method in enumerate(ordered):
+        program = default_program(method, world_size)
+        others = [each for each in ordered[at:] if default_program(each, world_size) == program]
+        chosen = {
+            name: next((each for each in others if _may_use(stage, each, tensors[name])), Identity())
+            for name in parameters
+        }
+        plan = plan_of_compressors(parameters, chosen, program, world_size)
+        if any(unfitted(unit.compressor) == method for unit in plan.units):
+            plans.setdefault(plan.fingerprint(), plan)
+    return tuple(plans.values())[:MOST]
+
+
+def _may_use(stage: Phase, method: Compressor, tensor: TracedTensor) -> bool:
+    return fitted(method, tensor) is not None and stage.accuracy.allows(method, tensor)
+
+
+def _payload_nbytes(method: Compressor) -> int:
+    """The bytes of all payloads of a large square matrix."""
+    of_matrix = method.fit((_SIDE, _SIDE))
+    return sum(of_matrix.round_nbytes(_SIDE * _SIDE, number) for number in range(of_matrix.rounds))
