@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
@@ -127,7 +128,8 @@ def train(
             optimizer.step()
         schedule.step()
         if log_every and rank == 0 and (step + 1) % log_every == 0:
-            print(f"step {step + 1}: training loss {loss.item() / math.log(2):.2f} bits per byte")
+            bits = loss.item() / math.log(2)
+            common.show_progress(step + 1, steps, f"training loss {bits:.2f} bits per byte")
 
 
 @torch.no_grad()
@@ -157,11 +159,15 @@ def main() -> None:
 
     model = DistributedDataParallel(ByteTransformer().to(device))
     handle = None
-    if args.compressor != "none":
-        handle = sync.attach(model, args.compressor)  # <- gckernels 2/2
+    if args.compressor == "auto":
+        handle = sync.attach(model)  # <- gckernels 2/2
+    elif args.compressor == common.FP16_HOOK:  # for comparison
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif args.compressor != "none":
+        handle = sync.attach(model, args.compressor)
 
     timer = common.StepTimer(device)
-    train(model, train_text, timer, steps=args.steps, log_every=250)
+    train(model, train_text, timer, steps=args.steps, log_every=25)
 
     accuracy, bits_per_byte = evaluate(model.module, valid_text, device)
     common.report(

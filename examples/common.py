@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from gckernels import sync
 # First steps, which the timings exclude: DDP rebuilds its buckets after the first backward pass,
 # and allocators, threads and kernels warm up.
 WARMUP_STEPS = 10
+FP16_HOOK = "fp16 hook"  # PyTorch's communication hook, for comparison
 
 
 def make_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -33,7 +35,8 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
         "--compressor",
         default="none",
         metavar="SPEC",
-        help='"none" for plain DDP, or a compressor: EFSignSGD, "BlockQuant(bits=4)", ...',
+        help='"none" for plain DDP, "auto" for a plan that is found while training, a compressor such as '
+        f'EFSignSGD or "BlockQuant(bits=4)", or "{FP16_HOOK}"',
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as JSON")
@@ -99,13 +102,27 @@ class StepTimer:
             raise SystemExit(f"Nothing to time: run more than {WARMUP_STEPS} steps.")
         return self._steps_s[WARMUP_STEPS:]
 
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps."""
+        return sum(self._steps_s)
 
-def sent_nbytes_per_step(model: nn.Module, handle: sync.Attachment | None) -> float:
+
+def show_progress(step: int, steps: int, text: str) -> None:
+    """Print how far a training is: on a terminal in one line that changes, otherwise every tenth of the steps."""
+    if sys.stdout.isatty():
+        print(f"\r\033[Kstep {step} of {steps}, {text}", end="\n" if step == steps else "", flush=True)
+    elif step * 10 // steps > (step - 25) * 10 // steps:
+        print(f"step {step} of {steps}, {text}", flush=True)
+
+
+def sent_nbytes_per_step(model: nn.Module, handle: sync.Attachment | None, compressor: str) -> float:
     """Return the mean number of bytes that this rank sends per step for gradients."""
     if handle is not None:
         return handle.sent_nbytes_per_step()
-    # Plain DDP does a ring allreduce of all gradients.
-    grad_nbytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    # Plain DDP does a ring allreduce of all gradients, and the hook one of halves.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grad_nbytes = sum(each.numel() * (2 if compressor == FP16_HOOK else each.element_size()) for each in trained)
     return sync.programs.allreduce_sent_nbytes(grad_nbytes, dist.get_world_size())
 
 
@@ -128,10 +145,14 @@ def report(
         "compressor": args.compressor,
         "world_size": dist.get_world_size(),
         "seed": args.seed,
-        "sent_nbytes_per_step": sent_nbytes_per_step(model, handle),
+        "sent_nbytes_per_step": sent_nbytes_per_step(model, handle, args.compressor),
         "mean_step_s": statistics.fmean(timer.measured_s),
         "median_step_s": statistics.median(timer.measured_s),
+        "late_step_s": statistics.median(timer.measured_s[len(timer.measured_s) // 2 :]),
+        "total_s": timer.total_s,
         "timed_steps": len(timer.measured_s),
+        "elements": sum(parameter.numel() for parameter in model.parameters()),
+        "decision": "" if handle is None or not handle.decisions else handle.decisions[-1].short,
         "accuracy": accuracy,
         **extra,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

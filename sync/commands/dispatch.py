@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(verb)
     try:
         implementation = module_of(verb) if verb in VERBS else None
-        given = _parser(verb, implementation).parse_args(words)
+        given = _parser(verb, implementation).parse_args(words, argparse.Namespace(words=words))
         assert implementation is not None
         outputs, inputs = (_paths(given, names) for names in (OUTPUTS, INPUTS))
         console = Console(verb, getattr(given, "json", False), STANDARD in outputs)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..lab import UNTHROTTLED, Event, LinksError, Network, links
+from ..lab import UNTHROTTLED, Event, LinksError, Network, enter_own_namespaces, links
 from ..lab.schedule import place_from_text, seconds
 from .common.console import Console
 from .common.outcome import Exit, wrong_use
@@ -21,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``gckernels lab``."""
     parser.description = (
         "Run any script that runs under torchrun on links of a known rate: every rank has a network namespace of its "
-        "own. Needs root on Linux, and ip and tc (on Debian: apt-get install iproute2)."
+        "own. Needs Linux, and ip and tc (on Debian: apt-get install iproute2). Without root it runs in a user "
+        "namespace, if the system allows that."
     )
     parser.epilog = "The exit code is 0 for success, 1 if a rank has failed, 2 for wrong use."
     size = parser.add_mutually_exclusive_group()
@@ -64,12 +64,14 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     program = [*(["-m"] if given.module else []), given.script, *given.arguments]
     try:
         network = _network(given)
+        if (why := enter_own_namespaces(["-m", "gckernels", *given.words])) is not None:
+            raise wrong_use(why, _AS_ROOT)
         with links(network) as made:
             codes = made.run(*program, schedule=given.at, announce=console.note)
     except ValueError as error:
         raise wrong_use(error) from None
     except LinksError as error:
-        raise wrong_use(error, "" if os.geteuid() == 0 else _AS_ROOT) from None
+        raise wrong_use(error) from None
     for rank, code in enumerate(codes):
         if code:
             ended = f"signal {-code}" if code < 0 else f"exit status {code}"

@@ -4,7 +4,8 @@
 
 Every rank has a namespace with one interface, ``eth0``. A switch in a further namespace joins the ranks or, if machines
 have several ranks, the switches of the machines. A token bucket throttles both ends of every link to its rate. Nothing
-outside these namespaces is changed. Needs root, and ``ip`` and ``tc`` from Debian's package ``iproute2``.
+outside these namespaces is changed. Needs ``ip`` and ``tc`` from Debian's package ``iproute2``, and root or a program
+that has called :func:`~gckernels.sync.lab.own_namespaces.enter_own_namespaces`.
 
 This folder needs nothing of the rest of the package, and no torch.
 """
@@ -13,6 +14,7 @@ from .cluster import Links, links
 from .inside import RATE, in_rank, sent_nbytes
 from .namespaces import LinksError, missing, remove_leftovers
 from .network import Network
+from .own_namespaces import enter_own_namespaces
 from .rates import UNTHROTTLED, checked_rate
 from .schedule import Event
 
@@ -24,6 +26,7 @@ __all__ = [
     "LinksError",
     "Network",
     "checked_rate",
+    "enter_own_namespaces",
     "in_rank",
     "links",
     "missing",

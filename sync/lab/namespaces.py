@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 INTERFACE = "eth0"
@@ -19,7 +19,8 @@ PREFIX = "gckernels"
 NAMESPACES = Path("/run/netns")
 SYSTEM_FOLDERS = "/usr/sbin:/sbin"
 """Folders of tools for administrators, which PATH may lack: that of users on Debian, and that of root after ``su``."""
-PACKAGES = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux"}  # every Debian has setpriv
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux"}
+_PACKAGES = PACKAGES | {"unshare": "util-linux", "mount": "mount"}  # every Debian has these and setpriv
 
 _counter = itertools.count()
 
@@ -34,11 +35,16 @@ def missing() -> str | None:
         return f"network namespaces need Linux, this is {sys.platform}"
     if os.geteuid() != 0:
         return "network namespaces and rates of links need root"
-    absent = [tool for tool in PACKAGES if found_tool(tool) is None]
-    if absent:
-        packages = " ".join(dict.fromkeys(PACKAGES[tool] for tool in absent))
-        return f"{' and '.join(absent)} not found: install {packages} (on Debian: apt-get install {packages})"
-    return None
+    return lacking(PACKAGES)
+
+
+def lacking(tools: Iterable[str]) -> str | None:
+    """The tools that are not found, and what to install; ``None`` if all are there."""
+    absent = [tool for tool in tools if found_tool(tool) is None]
+    if not absent:
+        return None
+    packages = " ".join(dict.fromkeys(_PACKAGES[tool] for tool in absent))
+    return f"{' and '.join(absent)} not found: install {packages} (on Debian: apt-get install {packages})"
 
 
 def found_tool(name: str) -> str | None:

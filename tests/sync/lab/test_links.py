@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gckernels.sync import commands, lab
-from gckernels.sync.lab import LinksError, cluster, namespaces, rates
+from gckernels.sync.lab import LinksError, cluster, namespaces, own_namespaces, rates
 from network_namespaces import WAIT_S, script, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -92,9 +92,44 @@ def test_arguments_are_checked(nothing_is_done, ranks, rate):
 
 def test_the_command_says_why_and_ends(monkeypatch, nothing_is_done, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(own_namespaces, "found_tool", lambda tool: None)
+    monkeypatch.setattr(namespaces, "found_tool", lambda tool: None)
     assert commands.main(["lab", "script.py"]) == 2
-    need = "gckernels lab: network namespaces and rates of links need root; "
-    assert capsys.readouterr().err.startswith(f'{need}sudo "$(command -v gckernels)" lab ...')
+    need = "gckernels lab: ip and tc and setpriv and unshare and mount not found: install iproute2 util-linux mount"
+    assert capsys.readouterr().err.startswith(need)
+
+
+def test_the_command_says_why_the_system_does_not_allow_it(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    refused = subprocess.CompletedProcess([], 1, "", "unshare: unshare failed: Operation not permitted\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: refused)
+    assert commands.main(["lab", "script.py"]) == 2
+    line = capsys.readouterr().err
+    assert "this system lets only root make links (unshare: unshare failed: Operation not permitted)" in line
+    assert 'sudo "$(command -v gckernels)" lab ...' in line
+
+
+def test_without_root_the_command_runs_in_namespaces_of_its_own(folder):
+    """As the user nobody, for whom the system knows no other rights."""
+    here = script(folder, "import os; print(os.environ['RANK'], os.environ['LINK_RATE'], os.listdir('/sys/class/net'))")
+    folder.chmod(0o755)
+    as_nobody = [
+        "setpriv",
+        "--reuid=65534",
+        "--regid=65534",
+        "--clear-groups",
+        sys.executable,
+        "-m",
+        "gckernels",
+        "lab",
+    ]
+    ran = subprocess.run(
+        [*as_nobody, "--rate", "50mbit", str(here)], capture_output=True, text=True, check=False, cwd="/"
+    )
+    if "lets only root" in ran.stderr or "Permission denied" in ran.stderr:
+        pytest.skip(f"no user namespaces here, or no Python for other users: {ran.stderr.strip()}")
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == [f"{rank} 50mbit ['eth0', 'lo']" for rank in range(2)]
 
 
 def test_tools_are_found_where_the_path_lacks_the_folders_of_root(monkeypatch, tmp_path):
@@ -117,7 +152,7 @@ def test_a_millisecond_passes_without_delay(rate, nbytes):
 # -------------------------------------------------------------------- with links
 
 
-def own_namespaces():
+def made_namespaces():
     return list(namespaces.NAMESPACES.glob(f"{namespaces.PREFIX}-{os.getpid()}-*"))
 
 
@@ -136,7 +171,7 @@ def test_two_ranks_talk_over_links_of_the_rate(folder):
             shown = json.loads(namespaces.run_tool("tc", "-json", "-n", name, "qdisc", "show", "dev", end))
             assert [(each["kind"], each["options"]["rate"]) for each in shown] == [("tbf", 12_500_000)]  # bytes
     assert len(list(folder.glob("*.done"))) == 2
-    assert not own_namespaces()
+    assert not made_namespaces()
 
 
 def test_links_that_nothing_slows_down(folder):
@@ -160,7 +195,7 @@ time.sleep(1000)
     with lab.links(lab.Network(2)) as made:
         assert made.run(script(folder, text), grace_s=0) == [-signal.SIGKILL, 3]
         wait_until(lambda: not running(int((folder / "child").read_text())))
-    assert not own_namespaces()
+    assert not made_namespaces()
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
@@ -186,9 +221,9 @@ def test_time_is_limited(folder):
 
 def test_an_exception_removes_everything(folder):
     with pytest.raises(KeyError), lab.links(lab.Network(2)):
-        assert len(own_namespaces()) == 3
+        assert len(made_namespaces()) == 3
         raise KeyError
-    assert not own_namespaces()
+    assert not made_namespaces()
 
 
 def test_links_that_are_half_made_are_removed(folder, monkeypatch):
@@ -202,7 +237,7 @@ def test_links_that_are_half_made_are_removed(folder, monkeypatch):
     monkeypatch.setattr(cluster, "run_tool", fail_late)
     with pytest.raises(LinksError, match="no more addresses"), lab.links(lab.Network(2)):
         pass
-    assert not own_namespaces()
+    assert not made_namespaces()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
