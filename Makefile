@@ -13,8 +13,13 @@ help: ## list the targets
 
 # a test of several ranks often waits, so another test runs meanwhile
 WORKERS = $(shell expr $$(nproc) + 1)
-test: $(INSTALLED) ## tests that need neither a GPU nor much time
-	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses $(WORKERS) --dist worksteal
+PART_kernels := tests/conformance tests/ops tests/toolkit
+PART_planner := tests/sync/commands tests/sync/planner tests/sync/profiling tests/sync/reporting
+PART_package := bench/tests tests/package tests/support
+PART_sync := $(filter-out $(PART_planner),$(wildcard tests/sync/*))
+test: $(INSTALLED) ## tests that need neither a GPU nor much time; PART=kernels, planner, sync or package runs a part
+	$(if $(PART),$(if $(PART_$(PART)),,$(error PART must be kernels, planner, sync or package, got $(PART))))
+	$(VENV_PYTHON) -m pytest -m "not slow and not gpu" --numprocesses $(WORKERS) --dist worksteal $(PART_$(PART))
 
 test-slow: $(INSTALLED) ## the long tests
 	$(VENV_PYTHON) -m pytest -m "slow and not gpu" --numprocesses auto --dist worksteal

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import random
 import sys
 
 # Test processes that share the cores use one thread each; torch reads the variable when it is imported.
@@ -25,10 +24,11 @@ import triton
 
 import gckernels
 import interpreter
+from cases import seed_everything
 from helpers import KERNEL, POISON_BYTE
 
 # a second conftest.py would have the same module name, by which torch.compile looks up what the functions below use
-pytest_plugins = ("bench_runs", "host_builds", "lane_threads", "network_namespaces", "sampling")
+pytest_plugins = ("bench_runs", "durations", "host_builds", "lane_threads", "network_namespaces", "sampling")
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True, print_blob=True)
@@ -88,9 +88,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+    seed_everything()
 
 
 @pytest.fixture(scope="session", autouse=True)

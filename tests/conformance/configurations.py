@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 import pytest
 import torch
 
+from cases import cases
 from gckernels import CODECS, Codec
 from gckernels.codec import Decoding, Encoding
 from gckernels.testing.agreement import assert_payloads_equal as assert_payloads_equal
@@ -37,6 +38,14 @@ def parametrize(
         if wanted(compressor)
     ]
     return pytest.mark.parametrize("compressor", chosen)
+
+
+def for_each(
+    wanted: Callable[[Codec], bool] = lambda compressor: True, among: dict[str, Codec] = CONFIGURATIONS
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test that takes an instant with every configuration that is ``wanted``, in one item. The arguments are
+    those of :func:`parametrize`."""
+    return cases("compressor", [pytest.param(each, id=spec) for spec, each in among.items() if wanted(each)])
 
 
 # -------------------------------------------------------------------- configurations that `make test` interprets

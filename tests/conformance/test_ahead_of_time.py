@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from configurations import CONFIGURATIONS, ONE_OF_EACH_KIND, parametrize
+from configurations import CONFIGURATIONS, ONE_OF_EACH_KIND, for_each
 
 from gckernels import chunk_numel
 from gckernels.codec import Decoding, Encoding
@@ -198,7 +198,7 @@ def test_no_kernel_is_worse_than_its_row_in_the_table(found):
     )
 
 
-@parametrize()
+@for_each()
 def test_sizes_share_kernels(compressor):
     """If compile-time arguments followed the size, every unit of a model would be compiled separately."""
     variants, largest = set(), torch.empty(200_000)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import DEFAULTS, ONE_OF_EACH_KIND, parametrize
+from configurations import DEFAULTS, ONE_OF_EACH_KIND, for_each, parametrize
 
+from cases import cases
 from gckernels import chunk_numel
 from helpers import HOST, assert_equal, decode, encode, random_residual
 
@@ -97,7 +98,7 @@ def check_refused(call, arguments: dict, argument: str, error: type[Exception]) 
             assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize(
+@cases(
     ("argument", "error", "spoil"),
     [pytest.param(argument, *rest, id=f"{argument}-{name}") for argument, name, *rest in ENCODE_FAULTS],
 )
@@ -117,7 +118,7 @@ def test_encode_refuses(compressor, argument, error, spoil):
         check_refused(compressor.encode, arguments, argument, error)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("argument", "error", "spoil"),
     [pytest.param(argument, *rest, id=f"{argument}-{name}") for argument, name, *rest in DECODE_FAULTS],
 )
@@ -129,7 +130,7 @@ def test_decode_refuses(compressor, argument, error, spoil):
     check_refused(compressor.decode, arguments, f"({named})", error)
 
 
-@parametrize()
+@for_each()
 def test_size_too_small_is_refused(compressor):
     arguments = encode_arguments(compressor)
     check_refused(lambda **given: compressor.encode(**given, size=NUMEL // CHUNKS - 1), arguments, "size", ValueError)
@@ -137,14 +138,14 @@ def test_size_too_small_is_refused(compressor):
     check_refused(lambda **given: compressor.decode(**given, size=NUMEL // CHUNKS - 1), arguments, "size", ValueError)
 
 
-@parametrize(lambda compressor: not compressor.traits.summable)
+@for_each(lambda compressor: not compressor.traits.summable)
 def test_scale_is_for_summable_compressors(compressor):
     arguments = encode_arguments(compressor)
     check_refused(lambda **given: compressor.encode(**given, scale=0.5), arguments, "scale", ValueError)
 
 
 @DEVICES
-@parametrize()
+@for_each()
 def test_the_dispatcher_chooses(compressor, device):
     """The methods and the ops give the same results, on the path that the device selects."""
     arguments = encode_arguments(compressor, device)
@@ -171,7 +172,7 @@ def test_the_dispatcher_chooses(compressor, device):
     assert_equal(by_op, out)
 
 
-@parametrize()
+@for_each()
 def test_payloads_may_lack_dimensions(compressor):
     """A single payload may be a vector, and a single chunk needs no dimension."""
     grad = torch.randn(NUMEL)

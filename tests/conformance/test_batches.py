@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, KINDS, parametrize
+from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, KINDS, for_each, parametrize
 from units import assert_same, copied, decodings, encodings, recodings
 
+from cases import cases
 from gckernels import ChunkTopK, Identity
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
 from gckernels.codec import SEED_MASK, Decoding, Encoding, Recoding
@@ -43,7 +44,7 @@ SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @OF_ITS_OWN
-@pytest.mark.parametrize("chunks", [1, pytest.param(4, marks=INTERPRETED_QUICKLY)])
+@cases("chunks", [1, pytest.param(4, marks=INTERPRETED_QUICKLY)])
 def test_encodes(compressor, implementation, chunks):
     units = encodings(compressor, implementation.device, chunks)
     one_by_one = copied(units)
@@ -74,7 +75,7 @@ def test_encodes_scaled(compressor, implementation):
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @OF_ITS_OWN
-@pytest.mark.parametrize(("chunks", "sources", "accumulates"), [(1, 3, False), (4, 1, True)])
+@cases(("chunks", "sources", "accumulates"), [(1, 3, False), (4, 1, True)])
 def test_decodes(compressor, implementation, chunks, sources, accumulates):
     units = decodings(compressor, implementation.device, chunks, sources)
     one_by_one = copied(units)
@@ -176,7 +177,7 @@ def test_nothing_to_do(device):
     bind_decodes([Decoding(Identity(), unit.payload[None], unit.grad, 0) for unit in empty])()
 
 
-@parametrize()
+@for_each()
 def test_tensors_without_memory_are_bound(compressor):
     """Messages are built of such tensors to find out how much memory they need."""
     numel, nbytes = 1000, compressor.payload_nbytes(1000)

@@ -8,15 +8,16 @@ import pickle
 
 import pytest
 import torch
-from configurations import parametrize
+from configurations import for_each
 
 import gckernels
+from cases import cases
 from gckernels import CODECS
 
 NAMES = pytest.mark.parametrize("name", sorted(CODECS))
 
 
-@parametrize()
+@for_each()
 def test_survives_json(compressor):
     record = json.loads(json.dumps(compressor.to_json()))
     assert gckernels.from_json(record) == compressor
@@ -24,7 +25,7 @@ def test_survives_json(compressor):
     assert set(record) == {"name"} | {field.name for field in dataclasses.fields(compressor)}
 
 
-@parametrize()
+@for_each()
 def test_survives_a_spec(compressor):
     record = compressor.to_json()
     fields = ", ".join(f"{key}={value!r}" for key, value in record.items() if key != "name")
@@ -32,7 +33,7 @@ def test_survives_a_spec(compressor):
     assert gckernels.from_spec(f"  {record['name']}( {fields} ) ") == compressor
 
 
-@parametrize()
+@for_each()
 def test_is_a_frozen_value(compressor):
     twin = dataclasses.replace(compressor)
     assert twin == compressor
@@ -50,14 +51,14 @@ def test_default_configuration(name):
 
 
 @NAMES
-@pytest.mark.parametrize("field", ["no_such_field", "name_", ""])
+@cases("field", ["no_such_field", "name_", ""])
 def test_unknown_field(name, field):
     with pytest.raises(ValueError, match=f"{name}.*{field}"):
         gckernels.from_json({"name": name, field: 1})
 
 
 @NAMES
-@pytest.mark.parametrize("value", [-1, 3, 4.0, "four", [4], {"bits": 4}, 10**30, True, float("nan")], ids=repr)
+@cases("value", [-1, 3, 4.0, "four", [4], {"bits": 4}, 10**30, True, float("nan")])
 def test_refused_values_name_the_field(name, value):
     """Values of the wrong kind are refused when the compressor is made, not at its first use."""
     for field in dataclasses.fields(CODECS[name]):
@@ -79,7 +80,7 @@ def test_record_without_a_name(record):
         gckernels.from_json(record)
 
 
-@pytest.mark.parametrize(
+@cases(
     "spec",
     [
         "",
@@ -112,7 +113,6 @@ def test_record_without_a_name(record):
         "Cast16(dtype=os.float16)",
         "Cast16(dtype=torch.Tensor)",
     ],
-    ids=lambda spec: spec[:30],
 )
 def test_bad_spec(spec):
     """Nothing is evaluated, and every fault is a ValueError."""
@@ -147,7 +147,7 @@ def test_a_dtype_goes_by_its_name(name):
     assert gckernels.BlockQuant(scale_dtype=scales) == gckernels.BlockQuant(scale_dtype=torch.bfloat16)
 
 
-@parametrize()
+@for_each()
 def test_what_a_compressor_prints_is_a_spec(compressor):
     assert gckernels.from_spec(str(compressor)) == compressor
 

@@ -17,6 +17,7 @@ from configurations import (
 from hypothesis import given, settings
 from hypothesis.extra import numpy as arrays
 
+from cases import cases
 from gckernels import chunk_numel
 from gckernels.toolkit.reference import last_state
 from helpers import (
@@ -62,7 +63,7 @@ def check_decode(implementation, compressor, payloads, out, scale=1.0, accumulat
 
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(
+@cases(
     "numel",
     [pytest.param(numel, marks=INTERPRETED_IN_KINDS if numel != 1025 else INTERPRETED_IN_ALL) for numel in SIZES],
 )
@@ -83,7 +84,7 @@ def test_large_size(compressor, implementation):
 
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(
+@cases(
     ("numel", "chunks"),
     [
         *(pytest.param(*each, marks=INTERPRETED_IN_KINDS) for each in ((5, 3), (5000, 3))),
@@ -99,7 +100,7 @@ def test_chunks(compressor, implementation, numel, chunks):
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize("numel", [0, 4096])
+@cases("numel", [0, 4096])
 def test_payload_with_room_to_spare(compressor, implementation, numel):
     """The payload is laid out for more elements than there are, as for the short last shard of a unit."""
     payload = check_encode(
@@ -114,7 +115,7 @@ NASTIEST = ("one_huge", "denormals", "ties", "nan")
 
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(
+@cases(
     "name",
     [pytest.param(name, marks=() if name in NASTIEST else INTERPRETED_SLOWLY) for name in (*GRADIENTS, *NON_FINITE)],
 )
@@ -130,7 +131,7 @@ def test_nasty_gradients(compressor, implementation, name):
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases("dtype", DTYPES)
 def test_dtypes(compressor, implementation, dtype):
     """Inputs and outputs are fp32, bf16 and fp16, with subnormals and overflow; statistics stay in fp32."""
     grad = torch.randn(1025).to(dtype)
@@ -143,7 +144,7 @@ def test_dtypes(compressor, implementation, dtype):
 
 @IMPLEMENTATIONS
 @parametrize(lambda compressor: compressor.traits.summable)
-@pytest.mark.parametrize("scale", [0.5, 1 / 3, 7.0])
+@cases("scale", [0.5, 1 / 3, 7.0])
 def test_scale(compressor, implementation, scale):
     """Summable compressors scale the values that they send, and keep the residual in units of the gradient."""
     check_encode(implementation, compressor, torch.randn(1025), random_residual(compressor, 1025), scale=scale)

@@ -8,9 +8,10 @@ import math
 
 import pytest
 import torch
-from configurations import DEFAULTS, parametrize
+from configurations import DEFAULTS, for_each, parametrize
 
 import gckernels
+from cases import cases
 from gckernels import CODECS, COMPRESSORS, BlockQuant, EFSignSGD, PowerSGD, chunk_numel, register
 from gckernels.registration import define_ops
 from helpers import HOST, assert_equal, decode, encode, recode, zero_residual
@@ -47,8 +48,8 @@ def test_fields_cannot_be_named_like_arguments(field):
 # -------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@cases("chunks", [1, 3])
+@cases("shape", SHAPES)
 @parametrize(among=DEFAULTS)
 def test_any_shape(compressor, shape, chunks):
     """The results equal those of the host path for the same elements as a vector."""
@@ -68,7 +69,7 @@ def test_any_shape(compressor, shape, chunks):
     assert_equal(decode_it(got, math.prod(shape), chunks=chunks), want)
 
 
-@parametrize()
+@for_each()
 def test_every_configuration(compressor):
     """All fields of a configuration reach encode, decode and recode."""
     encode_it, decode_it, recode_it = functions(compressor)
@@ -86,7 +87,7 @@ def test_every_configuration(compressor):
     assert torch.equal(recode_it(payloads, None, 2990, size=3000), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@cases("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @parametrize(among=DEFAULTS)
 def test_output(compressor, dtype):
     """The output is a new tensor of any dtype, or a given one that is overwritten or added to, and returned."""

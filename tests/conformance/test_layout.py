@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import INTERPRETED_IN_KINDS, OURS, assert_payloads_equal, parametrize
+from configurations import INTERPRETED_IN_KINDS, OURS, assert_payloads_equal, for_each, parametrize
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import cases
 from gckernels import CODECS, chunk_numel
 from gckernels.testing.documented import size_formula, stated_nbytes
 from helpers import (
@@ -41,8 +42,8 @@ def test_payload_has_the_stated_size(compressor, numel):
     assert nbytes >= 16
 
 
-@parametrize()
-@pytest.mark.parametrize("numel", SIZES)
+@for_each()
+@cases("numel", SIZES)
 def test_reference_writes_the_stated_size(compressor, numel):
     payload = compressor.encode_reference(torch.randn(numel), numel, 0, 0)
     assert payload.dtype == torch.uint8
@@ -51,7 +52,7 @@ def test_reference_writes_the_stated_size(compressor, numel):
 
 
 # the first overflows 32 bits in the product of row number and stride, the second in the stride itself
-@pytest.mark.parametrize(("rows", "stride"), [(3, 3 * 2**29), (2, 2**31 + 16)], ids=["product", "stride"])
+@cases(("rows", "stride"), [(3, 3 * 2**29), (2, 2**31 + 16)])
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from configurations import INTERPRETED_IN_KINDS, assert_payloads_equal, parametrize
 
+from cases import cases
 from gckernels import chunk_numel
 from gckernels.toolkit.reference import last_state
 from helpers import (
@@ -26,7 +27,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [HOST_PARAM, KERNEL_
 
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(
+@cases(
     ("sources", "chunks"),
     [pytest.param(1, 1, marks=INTERPRETED_IN_KINDS), (2, 3), pytest.param(5, 1, marks=INTERPRETED_SLOWLY)],
 )
@@ -72,7 +73,7 @@ def test_a_payload_may_stand_for_several_sources(compressor, implementation):
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize("numel", [1000, 40])
+@cases("numel", [1000, 40])
 def test_chunks_are_the_parts_encoded_separately(compressor, implementation, numel):
     """Each chunk equals the same part encoded at its position: random numbers belong to elements of the unit, not of
     the chunk."""
@@ -99,7 +100,7 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(
+@cases(
     ("sources", "numel", "size", "feedback"),
     [
         (3, 700, 700, True),

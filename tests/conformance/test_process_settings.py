@@ -7,25 +7,22 @@ import pytest
 from configurations import parametrize
 from units import assert_same, copied, decodings, encodings, recodings
 
+from cases import cases
 from gckernels.toolkit.quantizer import MapQuantizer, host
 from gckernels.toolkit.quantizer.generated import triton_source
-from helpers import HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM, REFERENCE_PARAM, number
+from helpers import HOST, HOST_PARAM, INTERPRETED_SLOWLY, KERNEL_PARAM, REFERENCE_PARAM, number
 from process_settings import SETTINGS
 
 SIZES = (0, 33, 5000)
 
 
 @INTERPRETED_SLOWLY
-@pytest.mark.parametrize(
-    ("implementation", "setting"),
-    [
-        pytest.param(*implementation.values, setting, marks=implementation.marks, id=f"{implementation.id}-{setting}")
-        for implementation in (REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM)
-        for setting in (SETTINGS if implementation is HOST_PARAM else ["everything"])
-    ],
-)
+@pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
 @parametrize()
+@cases("setting", SETTINGS)
 def test_bytes_are_the_same(compressor, implementation, setting):
+    if implementation is not HOST and setting != "everything":
+        return
     backend, device, added = implementation.backend(compressor), implementation.device, number(5, implementation.device)
     given = encodings(compressor, device, 2, sizes=SIZES), decodings(compressor, device, 2, 2, sizes=SIZES)
     units = *given, recodings(compressor, device, SIZES)
@@ -50,7 +47,7 @@ def test_bytes_are_the_same(compressor, implementation, setting):
         assert_same(got, want)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@cases("setting", SETTINGS)
 @parametrize(lambda compressor: isinstance(compressor, MapQuantizer))
 def test_programs_are_the_same(compressor, setting):
     """The text of what is compiled: a library that is cached serves processes with other settings, too."""

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from configurations import CONFIGURATIONS, KINDS, assert_payloads_equal, parametrize
 
+from cases import cases
 from gckernels import Traits, chunk_numel
 from gckernels.codec import Decoding, Encoding
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps
@@ -92,7 +93,7 @@ def test_same_arguments_give_the_same_bytes(compressor, implementation):
 @interpreted([*KINDS.values(), Ternary()])
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("compressor", STOCHASTIC.values(), ids=STOCHASTIC)
-@pytest.mark.parametrize(
+@cases(
     "seed",
     [
         *(0, -5, 2**31, 2**63 - 1),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from configurations import INTERPRETED_IN_KINDS, assert_payloads_equal, parametrize
 
+from cases import cases
 from gckernels import chunk_numel
 from gckernels.toolkit.payload import STATUS_OK
 from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE, assert_equal, decode, encode
@@ -19,7 +20,7 @@ def has_status(compressor) -> bool:
 
 @IMPLEMENTATIONS
 @parametrize()
-@pytest.mark.parametrize(
+@cases(
     ("status", "numel", "chunks", "dtype"),
     [
         pytest.param("good", 1, 1, torch.float32, marks=INTERPRETED_IN_KINDS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import cases
 from gckernels import ChunkTopK
 from gckernels.ops.chunktopk import host as chunktopk_host
 from gckernels.ops.chunktopk.pack12 import pack12, unpack12
@@ -47,8 +48,8 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("prefix", ["", WITHOUT_AVX512, WITHOUT_AVX2], ids=["native", "no AVX-512", "no AVX2"])
+@cases("values", VALUES)
+@cases("prefix", ["", WITHOUT_AVX512, WITHOUT_AVX2])
 @pytest.mark.parametrize(
     "compressor",
     [ChunkTopK(), ChunkTopK(k=4096), ChunkTopK(k=1000, value_bits=2), ChunkTopK(chunk=64, k=8, value_bits=4)],
@@ -99,7 +100,7 @@ def test_kernels_select_what_the_reference_does(compressor, implementation, dtyp
 @pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
 @pytest.mark.parametrize("compressor", IN_KERNELS, ids=repr)
 @interpreted([*IN_KERNELS[:2], IN_KERNELS[4]])
-@pytest.mark.parametrize(("wrong", "like"), [(1, 0), (-1, -2), (3, 5)], ids=["first", "last", "in another order"])
+@cases(("wrong", "like"), [(1, 0), (-1, -2), (3, 5)])
 def test_a_damaged_group_decodes_to_nan(compressor, implementation, wrong, like):
     """An index that repeats would count once or twice. Other groups, and other sources of theirs, stay."""
     numel, group = 3 * compressor.chunk, slice(compressor.chunk, 2 * compressor.chunk)

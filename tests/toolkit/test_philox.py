@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from hypothesis import given
 
+from cases import cases
 from gckernels.toolkit import random
 from helpers import KERNEL_PARAM
 
@@ -122,9 +123,9 @@ def _dither_kernel(out_ptr, seed, first, ROWS: tl.constexpr, COLUMNS: tl.constex
 
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
-@pytest.mark.parametrize("seed", [0, 1, 16, 123456789, -1, -77, 2**31, 2**32 - 1, 2**40 + 1, 2**63 - 1, -(2**63)])
-@pytest.mark.parametrize("first", [0, 16, 2048, 2**31, 2**36 - 32, 2**37])
-@pytest.mark.parametrize("base", [128, 129])
+@cases("seed", [0, 1, 16, 123456789, -1, -77, 2**31, 2**32 - 1, 2**40 + 1, 2**63 - 1, -(2**63)])
+@cases("first", [0, 16, 2048, 2**31, 2**36 - 32, 2**37])
+@cases("base", [128, 129])
 def test_triton_draws_what_torch_draws(implementation, seed, first, base):
     rows, columns = 4, 32
     out = torch.empty(rows, columns, device=implementation.device)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from cases import cases
 from gckernels import DGC, GradDrop, MSTopK, Threshold, TopK, set_num_threads
 from gckernels.toolkit.sparsifier import Sparsifier
 from gckernels.toolkit.sparsifier.keys import MAX_FINITE_KEY, keys_of, kth_largest, sample_positions, sample_rank
@@ -71,9 +72,9 @@ def test_bounds_have_the_entries_that_there_is_room_for(k, name):
     assert Sampled(trim=True).bounds(keys, k, 3, 16)[0] >= Sampled().bounds(keys, k, 3, 16)[0]
 
 
-@pytest.mark.parametrize("name", ADVERSARIAL)
-@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
-@pytest.mark.parametrize("cls", [TopK, MSTopK, GradDrop])
+@cases("name", ADVERSARIAL)
+@cases("ratio", [0.001, 0.01, 0.1])
+@cases("cls", [TopK, MSTopK, GradDrop])
 def test_realised_density(cls, ratio, name):
     """At most k entries are sent: exactly k, or all nonzero values if these are fewer, except for the noise of the
     sample."""
@@ -251,7 +252,7 @@ def misleading() -> torch.Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("name", [*ADVERSARIAL, "misleading"])
+@cases("name", [*ADVERSARIAL, "misleading"])
 @pytest.mark.parametrize(
     "compressor", [TopK(ratio=0.05), MSTopK(ratio=0.02, value_bits=4), DGC(), Threshold(tau=0.1)], ids=lambda c: c.name
 )

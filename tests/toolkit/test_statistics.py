@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import cases
 from gckernels.toolkit.constants import Constants
 from gckernels.toolkit.quantizer.statistics import NORM
 
@@ -16,8 +17,8 @@ def norm_of(values: torch.Tensor) -> torch.Tensor:
     return NORM.finish(partials, torch.tensor(float(values.numel())), NONE)[0]
 
 
-@pytest.mark.parametrize("exponent", range(-149, 128, 6))
-@pytest.mark.parametrize("numel", [1, 128, 16384])
+@cases("exponent", range(-149, 128, 6))
+@cases("numel", [1, 128, 16384])
 def test_shortcut_gives_the_norm_where_it_holds(exponent, numel):
     shortcut = NORM.shortcut
     assert shortcut is not None
