@@ -44,7 +44,7 @@ def alone(communicators: DryCommunicators) -> Iterator[None]:
 def built(
     plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], communicators: DryCommunicators, bucket_cap_mb: float
 ) -> list[Message]:
-    """The messages of a synchronizer, in the order in which they are launched."""
+    """The messages of an attachment, in the order in which they are launched."""
     device = next(iter(parameters.values())).device
     messages: list[Message] = []
     with alone(communicators):

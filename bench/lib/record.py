@@ -7,6 +7,7 @@ import datetime
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,6 +31,15 @@ def device_name(device: torch.device) -> str:
     return f"{names[0] if names else platform.processor()}, {len(names)} cores"
 
 
+def commit() -> str:
+    """The commit of this checkout, with a plus sign if files differ from it; an empty text if it is no clone."""
+    described = ("git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*")
+    try:
+        return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def environment(device: torch.device) -> dict[str, str]:
     """Columns that say where, when and with which versions a row was measured; on a GPU also driver and clocks."""
     return {
@@ -38,6 +48,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
+        "commit": commit(),
         "command": shlex.join(["python", *python_arguments(sys.argv[0]), *sys.argv[1:]]),
     } | (nvidia_smi.columns() if device.type == "cuda" else {})
 

@@ -87,7 +87,7 @@ def arm_names() -> list[str]:
 
 
 class Arm:
-    """A model and its synchronizer.
+    """A model and its attachment.
 
     Args:
         grads: gradients of the parameters by name, the same for all arms. The large one comes last, so it is the first
@@ -101,7 +101,7 @@ class Arm:
         for name, grad in grads.items():
             # nothing is trained: the parameters' values do not matter, so each shares the memory of its gradient
             self._model.register_parameter(name, torch.nn.Parameter(grad.detach()))
-        self.synchronizer = sync.attach(self._model, plan)
+        self.attachment = sync.attach(self._model, plan)
 
     def step(self, path: Path) -> list[Busy]:
         """Run and trace a step; returns the busy times by rank on rank 0, an empty list on the others."""
@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         spans = {key: [max(rank.span_s for rank in step) for step in each] for key, each in results.items()}
         first = next(iter(spans.values()))
         for key, each in results.items():
-            handle, plan = arms[key].synchronizer, planned[key]
+            handle, plan = arms[key].attachment, planned[key]
             row: Row = {"arm": key, "span_s": f"{statistics.median(spans[key]):.5f}"}
             row |= ratio_columns(spans[key], first, "ratio_to_first")
             for column in ("compute_s", "communicate_s", "either_s", "hidden_share"):
@@ -157,7 +157,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
             row["sent_nbytes_per_step"] = f"{handle.sent_nbytes_per_step():.0f}"
             rows.append(row)
     for arm in arms.values():
-        arm.synchronizer.close()
+        arm.attachment.close()
     return rows
 
 

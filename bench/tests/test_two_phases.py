@@ -16,7 +16,7 @@ SHAPE = 50, 70
 def averages() -> tuple[torch.Tensor, torch.Tensor]:
     """The averages of the engine and of the example for the same gradients, in three steps."""
     network = torch.nn.Linear(SHAPE[1], SHAPE[0], bias=False)
-    synchronizer = sync.attach(network, "EFSignSGD")
+    attachment = sync.attach(network, "EFSignSGD")
     two_phases = TwoPhases(gckernels.EFSignSGD(), network.weight.numel())
     generator = torch.Generator().manual_seed(dist.get_rank())
     engine, example = [], []
@@ -27,7 +27,7 @@ def averages() -> tuple[torch.Tensor, torch.Tensor]:
         if step:  # the engine averages the first step exactly
             engine.append(network.weight.grad.clone())
             example.append(two_phases.average(grad.view(-1)).view(SHAPE))
-    synchronizer.close()
+    attachment.close()
     return torch.stack(engine), torch.stack(example)
 
 

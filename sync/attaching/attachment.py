@@ -53,7 +53,7 @@ class Attachment:
         self._parking = Parking(frontend, request, self._listeners)
         self._changes = PlanChanges(frontend, request, self._parking, self._optimizers)
         self._tuning: Tuning | None = None
-        self._saved = SavedTraining(frontend, self._parking, self._changes, self._figures, None)
+        self._saved = SavedTraining(frontend, self._parking, self._changes, self._figures)
         self._has_dropped = False  # a discarded step has dropped residuals
         self._optimizers.watch(self.plan, frontend.parameters())
         self._claim = Claim(frontend.parameters().values(), self, frontend.modules)
@@ -72,7 +72,7 @@ class Attachment:
         except BaseException:
             self.close()
             raise
-        self._saved = SavedTraining(self._frontend, self._parking, self._changes, self._figures, self._tuning)
+        self._saved.with_tuning(self._tuning)
 
     __create_write_items__ = refuse_to_be_deeper
 

@@ -23,23 +23,20 @@ class SavedTraining:
 
     Args:
         frontend, parking, changes, figures: the parts of the attachment.
-        tuning: finds its plans; ``None`` if it has been given one.
 
     Attributes:
-        adopts_plans: whether the plan of a saved job runs when that is loaded; then loading is collective.
+        adopts_plans: whether the plan of a saved job runs when that is loaded, as with a tuning; then loading is
+            collective.
     """
 
-    def __init__(
-        self,
-        frontend: FrontendProtocol,
-        parking: Parking,
-        changes: PlanChanges,
-        figures: Figures,
-        tuning: Tuning | None,
-    ) -> None:
+    def __init__(self, frontend: FrontendProtocol, parking: Parking, changes: PlanChanges, figures: Figures) -> None:
         self._frontend, self.parking, self._changes, self._figures = frontend, parking, changes, figures
-        self._tuning = tuning
-        self.adopts_plans = tuning is not None
+        self._tuning: Tuning | None = None
+        self.adopts_plans = False
+
+    def with_tuning(self, tuning: Tuning) -> None:
+        """Save and load a tuning as well, which finds the plans."""
+        self._tuning, self.adopts_plans = tuning, True
 
     @property
     def runtime(self) -> Runtime:

@@ -7,9 +7,6 @@ import json
 from dataclasses import replace
 
 from ..planner.choice import choose
-from ..planner.drafts.problem import ProblemError
-from ..planner.machines.machine import MachineError
-from ..plans.plan import PlanError
 from .common.console import Console
 from .common.error_bars import Band
 from .common.files import write
@@ -19,14 +16,11 @@ from .common.inputs import (
     add_trace_and_machine,
     check_one_stdin,
     check_policy,
-    machine_of,
-    no_plan,
-    problem_of,
+    planning,
+    posed,
     start_step_of,
-    trace_of,
 )
-from .common.kinds import MAKE_MACHINE, MAKE_TRACE
-from .common.outcome import Exit, bad_data, wrong_use
+from .common.outcome import Exit, wrong_use
 from .studies.advice import advise
 from .studies.memory import PlanMemory
 from .texts.plan_text import compressors_lines, head, plan_line, policies_table, record
@@ -61,18 +55,10 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.policy == "bound" and given.output is not None:
         raise wrong_use("--policy bound is a limit, with codecs that cost nothing, and no plan to use", "leave out -o")
     start_step = start_step_of(given)
-    trace, machine = trace_of(given.trace), machine_of(given.machine)
-    problem, caveats = problem_of(given, trace, machine)
-    caveats.check(given.machine)
-    try:
+    problem, caveats = posed(given)
+    with planning(given, problem.trace):
         choice = choose(problem, given.policy)
-    except ProblemError as error:
-        raise no_plan(given.policy, error, trace) from None
-    except PlanError as error:
-        raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
-    except MachineError as error:
-        raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
-    band, plan = Band.of(machine, trace), replace(choice.plan, start_step=start_step)
+    band, plan = Band.of(problem.machine, problem.trace), replace(choice.plan, start_step=start_step)
     memory = PlanMemory.of(problem, plan)
     advice = advise(choice, band, memory)
     if given.output is not None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from ..planner.drafts.problem import ProblemError
-from ..planner.machines.machine import MachineError
-from ..plans.plan import PlanError
 from .common.console import Console
 from .common.files import write
 from .common.inputs import (
@@ -17,13 +14,10 @@ from .common.inputs import (
     check_one_stdin,
     check_pictures,
     check_policy,
-    machine_of,
-    no_plan,
-    problem_of,
-    trace_of,
+    planning,
+    posed,
 )
-from .common.kinds import MAKE_MACHINE, MAKE_TRACE
-from .common.outcome import Exit, bad_data, wrong_use
+from .common.outcome import Exit, wrong_use
 from .studies.prediction import predict
 from .studies.sweeps import sweep_from
 from .texts.pictures import draw_sweeps, png_of
@@ -63,17 +57,9 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if given.png is not None and not sweeps:
         raise wrong_use("--png draws sweeps, and there are none", "add --sweep bandwidth=100mbit:100gbit")
     check_pictures(given.png)
-    trace, machine = trace_of(given.trace), machine_of(given.machine)
-    problem, caveats = problem_of(given, trace, machine)
-    caveats.check(given.machine)
-    try:
+    problem, caveats = posed(given)
+    with planning(given, problem.trace):
         found = predict(problem, given.policy, sweeps, console.progress)
-    except ProblemError as error:
-        raise no_plan(given.policy, error, trace) from None
-    except PlanError as error:
-        raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
-    except MachineError as error:
-        raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
     results = record(problem, found) | caveats.record()
     contents: dict[str, str | bytes] = {}
     if given.png is not None:

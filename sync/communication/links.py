@@ -1,7 +1,7 @@
 """The connections between the ranks of a level.
 
-Gloo's transport tells a sender over the connection of a pair of ranks that the receiver is ready, behind the data that
-the receiver itself has just sent to that rank. So when exchanges follow each other over one connection, the two
+In Gloo a receiver announces that it is ready on the connection on which it also sends. So the announcement waits behind
+its own data. When exchanges follow each other over one connection, the two
 directions take turns, and a train of exchanges takes up to twice the time that the link needs. A
 :class:`RankConnections` has two Gloo groups, whatever the number of ranks: on one, the connection of each pair of ranks
 carries data only from the lower to the higher rank, on the other only back. Small tensors go over the first in both

@@ -1,4 +1,4 @@
-"""The memory of a plan from step to step: its states for checkpoints, and what the plan that follows it takes over."""
+"""The state that a runtime keeps between steps: saving, loading, and handing it to the next plan."""
 
 from __future__ import annotations
 

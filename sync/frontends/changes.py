@@ -57,7 +57,7 @@ class PlanChanges:
         self._following: Runtime | None = None
         self._exact_steps = 0  # since the change began
         self._fail: Callable[[str], object] = _refuse
-        self._builds_between = False  # whether nothing of the plan that follows may be built in a backward
+        self._builds_between = False  # whether the next plan must be built between steps
 
     @property
     def plan(self) -> Plan:
@@ -101,7 +101,7 @@ class PlanChanges:
 
         Args:
             plan: the plan.
-            keeps_unsent: whether what residuals hold is sent before.
+            keeps_unsent: whether the residuals are sent before the change.
             fail: called on all ranks with the error if one of them cannot build what the plan needs, such as for want
                 of memory; the plan from before goes on. Then nothing is built during a backward. By default such an
                 error is raised.

@@ -1,4 +1,4 @@
-"""Machines whose prices are asked for beside a training, which gets the processor again and again."""
+"""A machine that yields to the training before every price."""
 
 from __future__ import annotations
 

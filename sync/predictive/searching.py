@@ -21,7 +21,7 @@ from .background_search import Slices
 from .planning import Proposal, TriedPlans, proposal, proposed
 from .trial_machine import StageTime, TrialMachine, stage_times
 
-SLICES, SLICE_S = 8, 0.2
+SLICES, SLICE_S = 20, 0.2
 """Steps after which rank 0 searches for plans, and the seconds that it does so after each but the last of them."""
 
 

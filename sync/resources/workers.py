@@ -113,11 +113,11 @@ class Task(Token):
 
 
 def _nothing() -> None:
-    """Work that is done."""
+    """Replaces the work of a finished task, so that its tensors are freed."""
 
 
 def _leave(task: Task) -> None:
-    """Run nothing."""
+    """Runs for a task whose work was cancelled."""
 
 
 class LaneFailure:

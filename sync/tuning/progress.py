@@ -24,7 +24,7 @@ class Progress:
         stage: the number of the last stage that has a plan; ``None`` before the first, and while plans are tried.
         policy: the policy that has found its plan.
         tuned: the outcome of its trials; ``None`` without a stage.
-        found: errors of compressors in training because of which they were left, by parameter and compressor.
+        found: errors that made the guard replace a compressor, by parameter and compressor.
         waits: the steps from one action of its running phase to the next.
         why_anew: why tuning begins anew though a job is continued; empty if it does not.
         trace: the trace of saved trials that no longer count; ``None`` if there are none.

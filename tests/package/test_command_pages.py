@@ -14,7 +14,7 @@ from gckernels.sync.commands import dispatch, verbs
 from pages import PAGES, ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
-TUTORIAL = (ROOT / "docs" / "tutorials" / "planning.md").read_text(encoding="utf-8")
+TUTORIAL = (ROOT / "docs" / "howto" / "does_it_pay.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^\$ (.*gckernels .*)$", "\n".join(page.read_text("utf-8") for page in PAGES), re.MULTILINE)
 
 
@@ -74,7 +74,7 @@ def test_traces_by_hand_are_read(tmp_path, capsys):
 
 
 def test_the_tutorial_has_ten_commands():
-    steps = TUTORIAL.partition("## Ten commands")[2].partition("\n## ")[0]
+    steps = TUTORIAL.partition("## Predict: ten commands")[2].partition("\n## ")[0]
     assert re.findall(r"^\*\*(\d+)\. ", steps, re.MULTILINE) == [str(number) for number in range(1, 11)]
     assert len(re.findall(r"^\$ ", steps, re.MULTILINE)) == 10
 
@@ -84,7 +84,7 @@ def test_the_tutorial_has_ten_commands():
 def test_the_tutorial_runs(folder):
     """On the links lab; skipped where there are no network namespaces."""
     (folder / "train.py").write_text(re.search(r"^```python\n(.*?)^```$", TUTORIAL, re.S | re.M)[1])
-    steps = TUTORIAL.partition("## Ten commands")[2].partition("\n## ")[0]
+    steps = TUTORIAL.partition("## Predict: ten commands")[2].partition("\n## ")[0]
     printed = {}
     for number, line in enumerate(re.findall(r"^\$ (.*)$", steps, re.MULTILINE), 1):
         command = [sys.executable, "-m", "gckernels", *words_of(line)]

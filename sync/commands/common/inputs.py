@@ -6,7 +6,8 @@ import argparse
 import importlib.util
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,12 +20,12 @@ from ...accuracy.accuracy import allowed_compressors, fitted, start_step
 from ...planner.choice import policy_of
 from ...planner.drafts.problem import Problem, ProblemError
 from ...planner.machines.files import load_machine, machine_names
-from ...planner.machines.machine import Machine, has_prices
+from ...planner.machines.machine import Machine, MachineError, has_prices
 from ...planner.machines.profile import Profile
 from ...planner.timeline.pricing import Pricer
 from ...plans.arguments import as_method
 from ...plans.names import short_spec
-from ...plans.plan import Frontend, Plan
+from ...plans.plan import Frontend, Plan, PlanError
 from ...programs.steps import Place
 from ...traces.model_trace import ModelTrace
 from ...traces.shipped_traces import trace_names
@@ -79,6 +80,19 @@ def no_plan(policy: str, error: ProblemError, trace: ModelTrace) -> CommandError
             return wrong_use(f"--policy {policy}: no gradient of {trace.model} may use it: {why}", "choose another one")
         return wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is")
     return wrong_use(f"--policy {error}", "choose another one, or leave it out for auto")
+
+
+@contextmanager
+def planning(given: argparse.Namespace, trace: ModelTrace) -> Iterator[None]:
+    """A context in which errors of policies, traces and machines become those of the command, with a remedy."""
+    try:
+        yield
+    except ProblemError as error:
+        raise no_plan(given.policy, error, trace) from None
+    except PlanError as error:
+        raise bad_data(f"{given.trace}: {error}", MAKE_TRACE) from None
+    except MachineError as error:
+        raise bad_data(f"{given.machine}: {error}", MAKE_MACHINE) from None
 
 
 def start_step_of(given: argparse.Namespace) -> int:
@@ -164,6 +178,17 @@ def frontend_of(given: str | None, trace: ModelTrace) -> Frontend:
     if given is None:
         return Frontend.DDP if trace.buckets else Frontend.MODULE
     return Frontend(given)
+
+
+def posed(given: argparse.Namespace) -> tuple[Problem, Caveats]:
+    """The problem that ``TRACE`` and ``MACHINE`` pose, and its caveats, for a verb with a policy.
+
+    Raises:
+        CommandError: as for :func:`problem_of`, or the machine lacks prices.
+    """
+    problem, caveats = problem_of(given, trace_of(given.trace), machine_of(given.machine))
+    caveats.check(given.machine)
+    return problem, caveats
 
 
 def problem_of(given: argparse.Namespace, trace: ModelTrace, machine: Machine) -> tuple[Problem, Caveats]:

@@ -1,1 +1,1 @@
-"""Machines: measured profiles, and descriptions of machines that one has not."""
+"""Machines: measured profiles, and descriptions of machines that you do not have."""

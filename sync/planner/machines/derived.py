@@ -1,4 +1,4 @@
-"""Machines that have the prices of another one but for some."""
+"""Machines that override some prices of another one."""
 
 from __future__ import annotations
 

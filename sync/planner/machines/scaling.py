@@ -129,7 +129,7 @@ def sending_bit_per_s(machine: Machine, step: str = "AllReduce") -> float:
     """
     first, last = machine.collective(step, Level.FLAT, Place.DEVICE, _SLOPE_NBYTES).alone_s
     if last <= first:
-        raise MachineError(f"{machine.name}: its prices tell no bandwidth of its link")
+        raise MachineError(f"{machine.name}: no bandwidth can be derived from its prices")
     return float(8 * (_SLOPE_NBYTES[1] - _SLOPE_NBYTES[0]) / (last - first))
 
 

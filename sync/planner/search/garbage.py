@@ -1,4 +1,4 @@
-"""Garbage: the planner makes none that a collector would have to find."""
+"""Switches off Python's cycle collector during a search."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
 Shares: TypeAlias = Mapping[Any, float]
-"""Numbers by resource, which may be anything that can be hashed."""
+"""Shares by resource. A resource is any hashable object."""
 
 _TOLERANCE = 1e-12  # relative: rounding must not make a resource too small for what just fits
 

@@ -1,7 +1,7 @@
 """Measurement of a collective: trains of all sizes at several moments, and the curve through them.
 
-Whatever runs beside the ranks for some seconds slows down all trains of these seconds alike, so that they agree with
-each other. Another moment tells it. The quieter moment of a size counts, and a size of which no two moments agree is
+Another program slows all trains of those seconds equally, so they agree with each other. Measuring again later shows
+it. The quieter moment of a size counts, and a size of which no two moments agree is
 measured at a further one.
 
 Calls with different roots take one of two times. With Gloo a receiver says that it is ready on the connection on which

@@ -39,7 +39,7 @@ Start = Callable[[], Wait]
 def measure_taken(
     session: Session, starts: Sequence[Start], cores: float, alone_s: float, cores_s: float
 ) -> float | None:
-    """The work on the resource of backward that something takes from it. Collective; the slowest rank counts.
+    """The seconds of backward's resource that work beside it takes. Collective; the slowest rank counts.
 
     Args:
         session: the measurement.
@@ -73,7 +73,7 @@ def measure_taken(
 def agreed_taken(
     pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None
 ) -> float | None:
-    """The work that several rounds agree on, as of :func:`measure_taken`; ``None`` if they do not.
+    """The result of :func:`measure_taken` for several rounds; ``None`` if they do not agree.
 
     A loaded machine slows down both backwards of a round, so their ratio is the same as on a quiet one.
 

@@ -47,7 +47,7 @@ def given(plan: str, refusal: str = "") -> str:
         refusal: why no tuning would choose it; empty if one could.
     """
     although = f", although {refusal}" if refusal else ""
-    return f"the plan that was given stays{although}: {plan}; no other one is looked for any more"
+    return f"keeping the plan that you set{although}: {plan}; automatic planning is off"
 
 
 # -------------------------------------------------------------------- the plan

@@ -1,4 +1,4 @@
-"""Steps and plans that were measured, and rules, with the words for them that sentences of any length share."""
+"""Measured steps and plans, and the phrases that long and short sentences share."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ class Reading:
     """The numbers of a unit in one step, on the rank where they are worst.
 
     Attributes:
-        error: norm of what the encoding leaves out relative to that of what it was given; infinity if that holds inf or
-            NaN and the gradient does not.
+        error: the relative encoding error; infinity if only the residual is not finite.
         residual: the same norm relative to that of the gradient, or of what a compressor with a velocity adds.
     """
 

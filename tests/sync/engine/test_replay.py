@@ -62,7 +62,7 @@ def model() -> torch.nn.Module:
 
 def train(path: str, *setting) -> None:
     module = model()
-    synchronizer = attach(module, plan_of(module, *setting), bucket_cap_mb=4.0)
+    attachment = attach(module, plan_of(module, *setting), bucket_cap_mb=4.0)
     generator = torch.Generator().manual_seed(dist.get_rank())
     parameters = list(module.parameters())
     grads = [torch.randn(each.shape, generator=generator) for each in parameters]
@@ -76,7 +76,7 @@ def train(path: str, *setting) -> None:
     with record_timeline(path):
         for _ in range(STEPS):
             step()
-    synchronizer.close()
+    attachment.close()
 
 
 def steps_of(path: Path) -> list[list[ReplayedMessage]]:

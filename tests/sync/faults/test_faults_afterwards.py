@@ -151,7 +151,7 @@ def goes_on(front: str, folder: str) -> tuple[list[str], list[str], set[str], in
         taken.close()
     left, groups_left = lanes(within_s=TIMEOUT_S / 2), len(dist.distributed_c10d._world.pg_map) - groups
     output = []
-    if front == "hook":  # under a closed synchronizer gradients stay local, without an error
+    if front == "hook":  # under a closed attachment gradients stay local, without an error
         with pytest.raises(RuntimeError) as caught:
             model(module.batch(3, rank)).backward()
         output.append(str(caught.value))
@@ -206,7 +206,7 @@ def half_encoded() -> list[float]:
         return encode
 
     module = build("Mlp")
-    synchronizer = attach(
+    attachment = attach(
         module, sync.uniform_plan(module, EFSignSGD(), exempt=lambda name, parameter: name != "layers.0.weight")
     )
     module(module.batch(0, dist.get_rank())).backward()
@@ -215,17 +215,17 @@ def half_encoded() -> list[float]:
         training = threading.Thread(target=lambda: module(module.batch(1, dist.get_rank())).backward())
         training.start()
         assert begun.wait(TIMEOUT_S)
-        lanes_of(synchronizer).failure.set(RuntimeError("on another lane"))
+        lanes_of(attachment).failure.set(RuntimeError("on another lane"))
         threading.Timer(0.1, gate.set).start()
-        (residual,) = synchronizer.state_dict()["feedback"]["worker"].values()
+        (residual,) = attachment.state_dict()["feedback"]["worker"].values()
     with suppress(RuntimeError):
         training.join()
-    synchronizer.close()
+    attachment.close()
     return residual.unique().tolist()
 
 
-def lanes_of(synchronizer: Attachment) -> DeviceLanes:
-    engine = synchronizer._frontend.runtime._engine
+def lanes_of(attachment: Attachment) -> DeviceLanes:
+    engine = attachment._frontend.runtime._engine
     assert engine is not None
     return engine.lanes
 

@@ -26,7 +26,7 @@ def train_until_a_rank_dies(how: str, dies_at: str) -> tuple[int, float, list[st
     """The step that raised, the seconds that it took, and the errors of the step and the next one."""
     rank, module = dist.get_rank(), build("Mlp")
     plan = launched(sync.uniform_plan(module, EFSignSGD(), exempt=None), how)
-    synchronizer = attach(module, plan)
+    attachment = attach(module, plan)
     step = 0
 
     def die(grad: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ def train_until_a_rank_dies(how: str, dies_at: str) -> tuple[int, float, list[st
             errors = [str(error), str(again.value)]
             break
         module.zero_grad()
-    synchronizer.close()
+    attachment.close()
     lanes(within_s=SLACK_S)
     return step, seconds, errors
 

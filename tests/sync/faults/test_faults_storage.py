@@ -60,7 +60,7 @@ def trained(front: str, cache: str | None = None, temporary: str | None = None) 
     """Digests of the gradients of three steps with two compressors, and the warnings of gckernels.
 
     Args:
-        front: the front end, ``hook`` or ``synchronizer``.
+        front: the front end, ``hook`` or ``attachment``.
         cache, temporary: folders, by default those of the machine.
     """
     if cache is not None and temporary is not None:

@@ -180,29 +180,29 @@ def momenta() -> None:
     """A unit that stays as it is keeps its momentum and its factors; nothing of it is sent twice."""
     for compressor, kind in ((SigNUM(), "worker"), (DGC(), "worker"), (PowerSGD(rank=2), "q")):
         module = Gated()
-        synchronizer = attach(module, compressor)
-        with_one = synchronizer.plan
+        attachment = attach(module, compressor)
+        with_one = attachment.plan
         kept, exact = with_one.units
         exact = replace(exact, compressor=Identity(), program=ALLREDUCE, feedback=False)
         for step in range(3):
             module(step, 2).backward()
             module.zero_grad()
-        before = synchronizer.state_dict()
-        synchronizer.change_plan(with_one.with_units([kept, exact]))
-        assert synchronizer.is_changing == (compressor != SigNUM())
-        if synchronizer.is_changing:
+        before = attachment.state_dict()
+        attachment.change_plan(with_one.with_units([kept, exact]))
+        assert attachment.is_changing == (compressor != SigNUM())
+        if attachment.is_changing:
             module(3, 2).backward()
-        assert not synchronizer.is_changing
-        after = synchronizer.state_dict()
+        assert not attachment.is_changing
+        after = attachment.state_dict()
         assert kept.key in after["units"] and after["step"] == before["step"] + (compressor != SigNUM())
         old, new = (state["feedback"][kind][kept.key].view(-1) for state in (before, after))
         momentum = slice(0, None if compressor != DGC() else kept.numel)
         assert old.any() and torch.equal(old[momentum], new[momentum])
         if compressor == DGC():
             assert old[kept.numel :].any() and not new[kept.numel :].any()
-        synchronizer.load_state_dict(after)
+        attachment.load_state_dict(after)
         module(4, 2).backward()
-        synchronizer.close()
+        attachment.close()
 
 
 def test_units_that_stay_keep_their_momenta_and_factors():

@@ -74,7 +74,7 @@ def real_grads(module: nn.Module) -> list[torch.Tensor]:
 def twins(settings: list[tuple[str, str]]) -> list[list[tuple[str, ...]]]:
     """For every compressor and program: the digests of each step's gradients, and of the residuals at the end. Each
     entry has three digests: for the model with real parameters under the DDP hook, for the complex model under the
-    hook, and for the complex model under a synchronizer."""
+    hook, and for the complex model under an attachment."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = []
     for spec, program in settings:

@@ -107,8 +107,8 @@ CPU = torch.device("cpu")
 
 
 def test_the_synchronizer_gives_the_gradients_of_the_hook():
-    hook, synchronizer = (values_of(run_ranks(2, gradients_of_batches, front, CPU)) for front in ("attach", "module"))
-    assert hook == synchronizer and len({*hook[0]}) == len(hook[0])
+    hook, attachment = (values_of(run_ranks(2, gradients_of_batches, front, CPU)) for front in ("attach", "module"))
+    assert hook == attachment and len({*hook[0]}) == len(hook[0])
 
 
 @pytest.mark.gpu
@@ -127,14 +127,14 @@ def backwards_that_do_not_wait() -> list[float]:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
     settings = {"grad_scaler": scaler, "find_unused_parameters": True, "process_group": group}
-    synchronizer = attach(model, sync.uniform_plan(model, EFSignSGD(), program=ON_DEVICE), **settings)
+    attachment = attach(model, sync.uniform_plan(model, EFSignSGD(), program=ON_DEVICE), **settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     scales = []
     for step in range(8):
         optimizer.zero_grad(set_to_none=False)
         loss = scaler.scale(model(torch.randn(16, 64, device=device)).square().mean())
         loss = loss * torch.inf if step == 5 else loss
-        before = synchronizer.state_dict()["feedback"]["worker"]
+        before = attachment.state_dict()["feedback"]["worker"]
         try:
             torch.cuda.set_sync_debug_mode("error" if step >= 3 else "default")
             loss.backward()
@@ -142,11 +142,11 @@ def backwards_that_do_not_wait() -> list[float]:
             scaler.update()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        after = synchronizer.state_dict()["feedback"]["worker"]
+        after = attachment.state_dict()["feedback"]["worker"]
         if step > 1:
             assert all(torch.equal(after[name], before[name]) == (step == 5) for name in after), step
         scales.append(scaler.get_scale())
-    synchronizer.close()
+    attachment.close()
     return scales
 
 

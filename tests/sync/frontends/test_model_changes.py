@@ -62,7 +62,7 @@ def thawed(kind: str) -> None:
     layers = {index: module.layers[index] for index in (0, 2, 4)}
     for each in (module, plain):
         each.layers[0].requires_grad_(False)
-    synchronizer = sync.attach(module, plan_of(kind, module))
+    attachment = sync.attach(module, plan_of(kind, module))
     sent = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -72,14 +72,14 @@ def thawed(kind: str) -> None:
                     each.layers[index].requires_grad_(index in trained)
             assert gradients_of_step(module, step) == gradients_of_step(plain, step, averages=True), step
             numel = sum(each.numel() for index in trained for each in layers[index].parameters())
-            stats = synchronizer.stats()
+            stats = attachment.stats()
             assert stats["plain_nbytes"] == 4 * numel or kind == "merged"
             sent.append(stats["sent_nbytes"] / 4 / numel)
     found = [str(each.message) for each in caught if "plan leaves out" in str(each.message)]
     assert bool(found) == (kind == "left out")
     assert all("averaged exactly: layers.0.bias, layers.0.weight;" in text for text in found)
     assert kind == "merged" or all(0.9 < each < 1.2 for each in sent)  # payloads have headers
-    synchronizer.close()
+    attachment.close()
 
 
 @pytest.mark.parametrize("kind", ["all", "left out", "launches", "merged"])
@@ -92,7 +92,7 @@ def in_turn() -> None:
     module = build("Mlp")
     plan = sync.uniform_plan(module, "EFSignSGD", exempt=None)
     module.layers[0].requires_grad_(False)
-    synchronizer = sync.attach(module, plan, memory_budget_mb=1)
+    attachment = sync.attach(module, plan, memory_budget_mb=1)
     numel = {index: sum(each.numel() for each in module.layers[index].parameters()) for index in (0, 2, 4)}
     with mock.patch.object(Runtime, "messages", autospec=True, side_effect=Runtime.messages) as build_messages:
         for step in range(8):
@@ -102,14 +102,14 @@ def in_turn() -> None:
             if step == 3:
                 built = build_messages.call_count
         assert build_messages.call_count == built > 2
-    assert synchronizer.residual_nbytes() == 4 * (numel[2] + numel[4])
-    states = synchronizer.state_dict()
+    assert attachment.residual_nbytes() == 4 * (numel[2] + numel[4])
+    states = attachment.state_dict()
     again = build("Mlp")
     resumed = sync.attach(again, plan)
     resumed.load_state_dict(states)
-    assert resumed.residual_nbytes() == synchronizer.residual_nbytes()
+    assert resumed.residual_nbytes() == attachment.residual_nbytes()
     assert gradients_of_step(again, 8) == gradients_of_step(module.requires_grad_(True), 8)
-    synchronizer.close()
+    attachment.close()
     resumed.close()
 
 
@@ -202,7 +202,7 @@ CHANGES: dict[str, tuple[Callable[[Wide], Any], str]] = {
 
 
 def changed() -> dict[str, str]:
-    """The error of the first step after each change. A new synchronizer then averages all gradients."""
+    """The error of the first step after each change. A new attachment then averages all gradients."""
     found = {}
     for name, (change, _) in CHANGES.items():
         module, plain = Wide(), Wide()
@@ -241,21 +241,21 @@ def removed() -> None:
     for keeps in (False, True):
         module = Wide()
         add(module)
-        synchronizer = sync.attach(module, "EFSignSGD")
+        attachment = sync.attach(module, "EFSignSGD")
         for step in range(2):
             gradients_of_step(module, step)
         kept = module.extra if keeps else None
         module.extra = None
         plain = copy.deepcopy(module)
-        synchronizer.change_plan(exact(module))
+        attachment.change_plan(exact(module))
         for step in range(2, 5):
             found, expected = gradients_of_step(module, step), gradients_of_step(plain, step, averages=True)
             assert found == expected or step == 2  # which sends what residuals hold
-        assert not synchronizer.is_changing
+        assert not attachment.is_changing
         if kept is not None:
             with pytest.raises(RuntimeError, match=r"gradient of extra\.bias came, which is frozen or no longer"):
                 kept(torch.ones(1, 23)).sum().backward()
-        synchronizer.close()
+        attachment.close()
 
 
 def exact(module: nn.Module) -> Plan:

@@ -293,9 +293,9 @@ def refused() -> dict[str, str]:
     while _KEPT:
         _KEPT.pop().close()
     frozen = nn.Sequential(nn.Embedding(5, 3, sparse=True).requires_grad_(False), nn.Linear(3, 2))
-    synchronizer = attach(frozen, BlockQuant())
+    attachment = attach(frozen, BlockQuant())
     frozen(torch.tensor([1, 2])).sum().backward()  # a frozen table has no gradient, so it has no sparse one
-    synchronizer.close()
+    attachment.close()
     return found
 
 

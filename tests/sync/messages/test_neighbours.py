@@ -21,7 +21,7 @@ def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
     found = []
     for bucket_cap_mb in (TOGETHER, ALONE):
         module = build("Mlp")
-        synchronizer = attach(
+        attachment = attach(
             module,
             sync.uniform_plan(module, gckernels.from_spec(spec), program=program),
             bucket_cap_mb=bucket_cap_mb,
@@ -32,9 +32,9 @@ def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
             module.zero_grad()
             module(module.batch(step, dist.get_rank())).backward()
             digests.append(digest_of(parameter.grad for parameter in module.parameters()))
-        feedback = synchronizer.state_dict()["feedback"]
+        feedback = attachment.state_dict()["feedback"]
         digests.append(digest_of(tensor for kind in sorted(feedback) for _, tensor in sorted(feedback[kind].items())))
-        synchronizer.close()
+        attachment.close()
         found.append("".join(digests))
     return found
 

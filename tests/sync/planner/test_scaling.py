@@ -118,7 +118,7 @@ def test_what_is_derived_is_estimated():
 def test_the_rate_of_a_measured_link_is_what_it_sends():
     assert sending_bit_per_s(described("lab")) == pytest.approx(0.957e9)
     assert sending_bit_per_s(scaled(measured(described("lab")), bandwidth_bit_per_s=1e8)) == pytest.approx(1e8)
-    with pytest.raises(MachineError, match="tell no bandwidth"):
+    with pytest.raises(MachineError, match="no bandwidth can be derived"):
         sending_bit_per_s(scaled(described("lab"), machines=1))
 
 

@@ -219,18 +219,18 @@ def trained(on_host: bool) -> tuple[str, float, float]:
     program = placed(ALLTOALL, Place.HOST if on_host else Place.DEVICE)
     apart = mock.patch.object(Places, "of", staticmethod(lambda device: Places(device, HOST, apart=on_host)))
     with apart:
-        synchronizer = attach(model, sync.uniform_plan(model, TopK(ratio=0.1), program=program))
+        attachment = attach(model, sync.uniform_plan(model, TopK(ratio=0.1), program=program))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         generator = torch.Generator().manual_seed(torch.distributed.get_rank())
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.randn(8, 40, generator=generator)).square().sum().backward()
             optimizer.step()
-        state = synchronizer.state_dict()
-        synchronizer.load_state_dict(state)
-        sent = synchronizer.sent_nbytes_per_step()
-        synchronizer.close()
-    return digest_of(list(model.parameters())), sent, synchronizer.residual_nbytes()
+        state = attachment.state_dict()
+        attachment.load_state_dict(state)
+        sent = attachment.sent_nbytes_per_step()
+        attachment.close()
+    return digest_of(list(model.parameters())), sent, attachment.residual_nbytes()
 
 
 def test_a_training_with_steps_on_the_host():

@@ -52,7 +52,7 @@ def test_a_plan_that_the_training_gives_ends_the_tuning_and_stays(front, at_step
     for rank, (seen, texts, listeners, errors) in enumerate(values_of(run_ranks(2, given, front, at_step))):
         assert {*seen[1:]} == {"mine"} and listeners == 0
         (text,) = texts
-        assert "the plan that was given stays" in text and "Cast16" in text
+        assert "keeping the plan that you set" in text and "Cast16" in text
         assert ("failed on rank 1" in errors[0]) == (rank == 0)
 
 

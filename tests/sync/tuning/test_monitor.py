@@ -80,8 +80,8 @@ def norms_of_a_rank(
     """The norms that were read in the third step, and those that follow from gradients and residuals."""
     torch.manual_seed(dist.get_rank())
     model, method = Fixed(), from_spec(compressor)
-    synchronizer = sync.attach(model, sync.uniform_plan(model, compressor, program=program))
-    runtime = synchronizer._frontend.runtime
+    attachment = sync.attach(model, sync.uniform_plan(model, compressor, program=program))
+    runtime = attachment._frontend.runtime
     keys = [name for name in SIZES if name != "bias"]
     expected = torch.zeros(3, len(keys))
     for step in range(4):
@@ -105,7 +105,7 @@ def norms_of_a_rank(
         model.zero_grad(set_to_none=False)
     readings = runtime.watch.take()
     is_over = runtime.watch.now is None and runtime.watch.take() is None
-    synchronizer.close()
+    attachment.close()
     return readings.norms(keys, CPU), expected, is_over
 
 
@@ -129,12 +129,12 @@ def test_readings_are_the_norms_of_one_step(compressor, program):
 def readings_of_a_vote() -> float:
     """The largest norm that is read of majority votes."""
     model = Fixed()
-    synchronizer = sync.attach(model, sync.uniform_plan(model, "SigNUM"))
-    synchronizer._frontend.runtime.watch.ask()
+    attachment = sync.attach(model, sync.uniform_plan(model, "SigNUM"))
+    attachment._frontend.runtime.watch.ask()
     for _ in range(2):
         model({name: torch.randn(size) for name, size in SIZES.items()}).backward()
-    norms = synchronizer._frontend.runtime.watch.take().norms(["first", "second"], CPU)  # the bias is sent exactly
-    synchronizer.close()
+    norms = attachment._frontend.runtime.watch.take().norms(["first", "second"], CPU)  # the bias is sent exactly
+    attachment.close()
     return float(norms.max())
 
 
@@ -160,23 +160,23 @@ def norms_of_a_mean(compressor: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The norms of means that sketches give in some steps, and those of the means."""
     torch.manual_seed(7 + dist.get_rank())
     model = Fixed()
-    synchronizer = sync.attach(model, sync.uniform_plan(model, compressor))
-    watch, found = synchronizer._frontend.runtime.watch, []
+    attachment = sync.attach(model, sync.uniform_plan(model, compressor))
+    watch, found = attachment._frontend.runtime.watch, []
     key, size = "first", SIZES["first"]
     for step in range(6):
         gradients = {name: torch.randn(each) for name, each in SIZES.items()}
-        before = synchronizer.state_dict()["feedback"]["worker"].get(key, torch.zeros(size).flatten())
+        before = attachment.state_dict()["feedback"]["worker"].get(key, torch.zeros(size).flatten())
         watch.ask()
         model(gradients).backward()
         if step > 0:  # the first one is exact
-            after, gradient = synchronizer.state_dict()["feedback"]["worker"][key], gradients[key].flatten()
+            after, gradient = attachment.state_dict()["feedback"]["worker"][key], gradients[key].flatten()
             means = torch.stack((gradient, gradient + before, after))
             dist.all_reduce(means)
             sketches = watch.take().sketches([key, "second"], CPU)
             dist.all_reduce(sketches)
             found.append((sketches[0].norm(dim=1), means.norm(dim=1)))
         model.zero_grad(set_to_none=False)
-    synchronizer.close()
+    attachment.close()
     return found
 
 

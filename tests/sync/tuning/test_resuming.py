@@ -150,7 +150,7 @@ def test_a_plan_that_the_training_has_given_stays_when_it_is_continued(front, at
         (tmp_path / str(turn)).mkdir()
     for found in values_of(run_ranks(2, given, front, at_step, kind, str(tmp_path))):
         for stays, text in found:
-            assert stays and "the plan that was given stays" in text
+            assert stays and "keeping the plan that you set" in text
 
 
 def saved_in_between(front, in_change, kind, folder):

@@ -103,7 +103,7 @@ SEARCHED = TURN + WARMUP + RECORDED + 1 + TURN
 
 
 def test_a_long_search_is_spread_over_steps():
-    (policies, rests), (same, _) = values_of(run_ranks(2, long_search, 100, STEPS + 1))
+    (policies, rests), (same, _) = values_of(run_ranks(2, long_search, 100, STEPS + 10))
     assert policies == same and rests == 100
     searched = policies[SEARCHED : SEARCHED + searching.SLICES]
     assert {*searched} == {"eight"} and policies[-1] == "four"

@@ -142,8 +142,8 @@ def given(front, rules, folder):
 )
 def test_a_plan_that_was_given_stays_unless_another_rule_does_not_allow_it(rules, stays, tmp_path):
     for (text, resumed), compresses in values_of(run_ranks(2, given, "module", rules, str(tmp_path))):
-        assert "stays, although the rule safe does not allow EFSignSGD" in text and compresses == stays
-        assert ("the plan that was given stays" if stays else "the saved plan is left") in resumed
+        assert "set, although the rule safe does not allow EFSignSGD" in text and compresses == stays
+        assert ("keeping the plan that you set" if stays else "the saved plan is left") in resumed
 
 
 def before_the_rule(folder):

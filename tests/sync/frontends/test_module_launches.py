@@ -1,4 +1,4 @@
-"""A synchronizer executes the launches of a plan, and the gradients do not depend on how units are launched."""
+"""An attachment executes the launches of a plan, and the gradients do not depend on how units are launched."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOW = pytest.mark.slow
 
 def trained(module: nn.Module, plan: Plan, **settings: Any) -> tuple[list[str], dict[str, torch.Tensor]]:
     """The digests of the gradients of each step, and the residuals."""
-    synchronizer = attach(module, plan, **settings)
+    attachment = attach(module, plan, **settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.5)
     digests = []
     for step in range(STEPS):
@@ -40,8 +40,8 @@ def trained(module: nn.Module, plan: Plan, **settings: Any) -> tuple[list[str], 
         if step:  # the order of addition in the first step, a plain reduction, depends on the place in a vector
             optimizer.step()
         optimizer.zero_grad()
-    residuals = synchronizer.state_dict()["feedback"]["worker"]
-    synchronizer.close()
+    residuals = attachment.state_dict()["feedback"]["worker"]
+    attachment.close()
     return digests[1:], residuals
 
 
@@ -101,7 +101,7 @@ def lost(how: str) -> tuple[str, float]:
     module = build("Mlp")
     alone = copy.deepcopy(module)
     plan = sync.uniform_plan(module, EFSignSGD(), program="allgather", exempt=None).parted(1000)
-    synchronizer = attach(module, launched(plan, how))
+    attachment = attach(module, launched(plan, how))
     totals = [[torch.zeros(parameter.numel()) for parameter in module.parameters()] for _ in range(2)]
     for step in range(STEPS):
         for each, total in zip((module, alone), totals, strict=True):
@@ -109,8 +109,8 @@ def lost(how: str) -> tuple[str, float]:
             each(module.batch(step, rank)).backward()
             for found, parameter in zip(total, each.parameters(), strict=True):
                 found += parameter.grad.flatten()
-    residuals = synchronizer.state_dict()["feedback"]["worker"]
-    synchronizer.close()
+    residuals = attachment.state_dict()["feedback"]["worker"]
+    attachment.close()
     sent, computed = totals
     worst = 0.0
     for name, here, there in zip(dict(module.named_parameters()), sent, computed, strict=True):
@@ -154,12 +154,12 @@ def orders(model: str) -> tuple[list[list[tuple[str, ...]]], list[tuple[str, ...
         steps[-1].append(tuple(key for message in messages for key in message.keys))
         return submit(self, messages, *arguments, first=first)
 
-    synchronizer = attach(module, plan, find_unused_parameters=model == "Branches")
+    attachment = attach(module, plan, find_unused_parameters=model == "Branches")
     with mock.patch.object(Runtime, "submit", noted):
         for step in range(STEPS):
             module.zero_grad()
             module(module.batch(step, rank)).backward()
-    synchronizer.close()
+    attachment.close()
     return steps, list(expected.values())
 
 
@@ -177,12 +177,12 @@ def traced(path: str) -> None:
     module = build("Mlp")
     plan = launched(sync.uniform_plan(module, BlockQuant(), exempt=None), "messages")
     units = tuple(dataclasses.replace(unit, channel=unit.message % 3) for unit in plan.units)
-    synchronizer = attach(module, dataclasses.replace(plan, units=units))
+    attachment = attach(module, dataclasses.replace(plan, units=units))
     module(module.batch(0, dist.get_rank())).backward()
     with sync.record_timeline(path):
         module.zero_grad()
         module(module.batch(1, dist.get_rank())).backward()
-    synchronizer.close()
+    attachment.close()
 
 
 def test_a_trace_shows_the_messages_and_channels_of_the_plan(tmp_path):
