@@ -1,8 +1,8 @@
 """Write the generated parts of the documentation: ``make tables``.
 
 They are the outputs of the command (:mod:`docs.console`), the tables in ``operators.md`` and ``kernels.md``, the page
-``reference/compressors.md``, the C functions in ``host_path.md``, the picture ``lanes.svg``, and the tables of training
-steps in ``measurements.md`` and in the README. A test says when they are out of date.
+``reference/compressors.md``, the C functions in ``host_path.md``, the picture ``lanes.svg``, and tables of results in
+``measurements.md``, in the pages of ``measurements/`` and in the README. A test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import re
 from pathlib import Path
 
 import gckernels
-from bench.lib import auto_tables, step_tables
+from bench.lib import auto_tables, kernel_tables, prediction_tables, step_tables, training_tables
 from bench.lib.record import RESULTS, read_csv
-from bench.lib.training_tables import training_table
 from docs import console
 from docs.lanes import svg
 from gckernels.testing.documented import sources
@@ -70,6 +69,8 @@ def host_functions() -> str:
 
 def pages() -> dict[Path, str]:
     """The text of every file that has generated parts, as it should be."""
+    measured = FOLDER / "measurements"
+    timed, trained = (read_csv(RESULTS / "cpu" / f"{name}.csv") for name in ("time_to_accuracy", "convergence"))
     return {
         FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table()),
         FOLDER / "host_path.md": _with_part(FOLDER / "host_path.md", host_functions()),
@@ -78,13 +79,30 @@ def pages() -> dict[Path, str]:
         FOLDER / "lanes.svg": svg(),
         FOLDER / "measurements.md": _with_part(
             FOLDER / "measurements.md",
-            "\n\n".join(step_tables.all_tables()),
-            auto_tables.steps_table(),
-            auto_tables.race_table(),
-            auto_tables.choices_table(),
-            training_table(
-                read_csv(RESULTS / "cpu" / "time_to_accuracy.csv"), read_csv(RESULTS / "cpu" / "convergence.csv")
-            ),
+            step_tables.readme_table(),
+            auto_tables.steps_table(only=auto_tables.FEW),
+            training_tables.late_table(timed),
+            training_tables.accuracy_table(trained, training_tables.FEW),
+            kernel_tables.compressors_table(kernel_tables.FEW),
+        ),
+        measured / "steps.md": _with_part(
+            measured / "steps.md", "\n\n".join(step_tables.all_tables()), step_tables.trains_table()
+        ),
+        measured / "auto.md": _with_part(
+            measured / "auto.md", auto_tables.steps_table(), auto_tables.race_table(), auto_tables.choices_table()
+        ),
+        measured / "accuracy.md": _with_part(
+            measured / "accuracy.md",
+            training_tables.accuracy_table(trained),
+            training_tables.training_table(timed, trained),
+        ),
+        measured / "predictions.md": _with_part(
+            measured / "predictions.md",
+            prediction_tables.predictions_table("transformer_10m"),
+            prediction_tables.predictions_table("mlp"),
+        ),
+        measured / "kernels_on_cpu.md": _with_part(
+            measured / "kernels_on_cpu.md", kernel_tables.compressors_table(), kernel_tables.widths_table()
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }

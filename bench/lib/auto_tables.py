@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
@@ -23,14 +23,24 @@ MODELS = {
     "mlp": "perceptron, 7.3 M",
     "transformer_10m": "transformer, 10.0 M",
 }
+FEW = (
+    ("2", "transformer_1m", "1gbit"),
+    ("2", "transformer_1m", "none"),
+    ("2", "convnet", "200mbit"),
+    ("2", "embedding", "200mbit"),
+    ("2", "transformer_10m", "50mbit"),
+    ("2", "transformer_10m", "200mbit"),
+    ("4", "transformer_1m", "200mbit"),
+)
+"""The cells of the short table: ranks, model and rate."""
 HOOKS = {"fp16 hook": FP16_HOOK, "PowerSGD hook": POWERSGD_HOOK}
 
 StepRow = Mapping[str, str]
 Where = tuple[str, str, str]
 
 
-def steps_table(path: Path = PATH) -> str:
-    """A line for every cell: the step of plain DDP, and those of others over it.
+def steps_table(path: Path = PATH, only: Collection[Where] = ()) -> str:
+    """A line for every cell, or for those in ``only``: the step of plain DDP, and those of others over it.
 
     Beside both rules of ``auto`` stands the fastest fixed arm that is at least as accurate.
     """
@@ -39,6 +49,8 @@ def steps_table(path: Path = PATH) -> str:
         head += [f"`auto`, {accuracy}", f"best other, {accuracy}"]
     lines = []
     for where, arms in _cells(read_csv(path)):
+        if only and where not in only:
+            continue
         line = dict.fromkeys(head, "")
         line |= {"": _name(where), "plain DDP": short_time(arms[PLAIN]["median_s"]), "again": _ratio(arms, AGAIN)}
         line |= {name: _ratio(arms, hook) for name, hook in HOOKS.items()}

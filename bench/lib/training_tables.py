@@ -1,9 +1,9 @@
-"""Tables of trainings on links: final accuracies against those of plain DDP, and the times to targets."""
+"""Tables of trainings: final accuracies against those of plain DDP, and on links the times to targets."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from bench.lib.arms import PLAIN
 from bench.lib.contenders import AGGRESSIVE, accuracy_of
@@ -12,6 +12,14 @@ from bench.lib.step_tables import arm_name, network_name, rate_name
 
 POINTS, SHARE_OF_BITS = 0.005, 0.005  # an aggressive arm may lose half a point of accuracy, or half a percent of bits
 LOWER_IS_BETTER = ("bytes_lm",)
+TRAINED = {
+    "digits": "digits",
+    "fashion_mnist": "Fashion-MNIST",
+    "fashion_mnist_long": "Fashion-MNIST, 10 epochs",
+    "bytes_lm": "bytes_lm, bits per byte",
+}
+FEW = ("none", "Cast16", "BlockQuant", "BlockQuant(bits=4)", "QSGD", "PowerSGD", "EFSignSGD", "ChunkTopK")
+"""The compressors of the short table of accuracies."""
 
 Run = Mapping[str, str]
 
@@ -55,6 +63,44 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
         "chosen",
     )
     return markdown(lines, columns)
+
+
+def late_table(rows: Iterable[Run]) -> str:
+    """A line for each arm: its time to the second target over plain DDP's, a column for each model."""
+    cells = {model: arms for (model, _, _), arms in _by_cell(rows).items()}
+    lines = []
+    for arm in dict.fromkeys(arm for arms in cells.values() for arm in arms if arm != PLAIN):
+        line = {"": arm_name(arm)}
+        for model, arms in cells.items():
+            over = _over(arms[arm], arms[PLAIN], "late_s") if arm in arms else ""
+            line[model] = over.partition("(")[2].rstrip(")") or over
+        lines.append(line)
+    return markdown(lines, ["", *cells])
+
+
+def accuracy_table(trained: Sequence[Run], only: Collection[str] = ()) -> str:
+    """A line for each compressor, or for those in ``only``: the means of all seeds of ``convergence.csv``."""
+    found: dict[str, dict[str, list[Run]]] = {}
+    for run in trained:
+        if not only or run["compressor"] in only:
+            found.setdefault(run["compressor"], {}).setdefault(run["model"], []).append(run)
+    column = "bytes per step, Fashion-MNIST"
+    lines = []
+    for compressor, by_model in found.items():
+        runs = by_model.get("fashion_mnist")
+        nbytes = _mean(runs, "sent_nbytes_per_step") if runs else 0.0
+        name = "plain DDP" if compressor == "none" else f"`{compressor}`"
+        cells = {"": name, column: f"{nbytes:,.0f}" if runs else ""}
+        for model, title in TRAINED.items():
+            cells[title] = _accuracy(model, by_model[model]) if model in by_model else ""
+        lines.append(((compressor != "none", -nbytes, compressor), cells))
+    return markdown([cells for _, cells in sorted(lines, key=lambda line: line[0])], ["", column, *TRAINED.values()])
+
+
+def _accuracy(model: str, runs: Sequence[Run]) -> str:
+    if model in LOWER_IS_BETTER:
+        return f"{_mean(runs, 'bits_per_byte'):.3f}"
+    return f"{100 * _mean(runs, 'accuracy'):.2f} %"
 
 
 def holds(

@@ -1,0 +1,108 @@
+"""Tests of the tables of results in the pages of measurements: accuracies, times, predictions, kernels and trains."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+
+from bench.lib.kernel_tables import compressors_table, widths_table
+from bench.lib.prediction_tables import NAMES, predictions_table
+from bench.lib.step_tables import trains_table
+from bench.lib.training_tables import accuracy_table, late_table
+
+
+@pytest.fixture
+def path_of(tmp_path):
+    """A function that writes rows into a file and returns its path."""
+
+    def write(rows):
+        with (tmp_path / "rows.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return tmp_path / "rows.csv"
+
+    return write
+
+
+def test_accuracies_are_means_in_the_order_of_bytes():
+    common = {"accuracy": "0.9", "bits_per_byte": "2.5"}
+    rows = [
+        common | {"model": "bytes_lm", "compressor": "QSGD"},
+        common | {"model": "fashion_mnist", "compressor": "TopK", "sent_nbytes_per_step": "100"},
+        common | {"model": "fashion_mnist", "compressor": "TopK", "sent_nbytes_per_step": "100", "accuracy": "0.8"},
+        common | {"model": "fashion_mnist", "compressor": "none", "sent_nbytes_per_step": "4000"},
+    ]
+    lines = accuracy_table(rows).splitlines()[2:]
+    assert lines == ["| plain DDP | 4,000 |  | 90.00 % |  |  |", "| `TopK` | 100 |  | 85.00 % |  |  |", lines[2]]
+    assert lines[2] == "| `QSGD` |  |  |  |  | 2.500 |"
+    assert accuracy_table(rows, ["QSGD"]).splitlines()[2:] == lines[2:]
+
+
+def test_times_to_the_second_target():
+    rows = [
+        {"model": "digits", "network": "2", "rate": "1gbit", "arm": arm, "late_s": late_s}
+        for arm, late_s in (("plain", "4.0"), ("EFSignSGD", "1.0"), ("TopK", ""))
+    ]
+    assert late_table(rows).splitlines()[2:] == ["| `EFSignSGD` | 0.25 |", "| `TopK` | never |"]
+
+
+def test_predictions(path_of):
+    common = {"model": "mlp", "regret": "0.01", "recorded_s": "0.03", "alone_s": "0.02", "ratio_to_plain": "1.01"}
+    rows = [
+        common | {"network": network, "rate": rate, "arm": arm, "median_s": "1.5", "error": error}
+        for network, rate in (("4", "1gbit"), ("2", "1gbit"), ("2", "none"))
+        for arm, error in ((arm, "" if arm == "QSGD" else "-0.04") for arm in (*NAMES, "plain again"))
+    ]
+    lines = predictions_table("mlp", path_of(rows)).splitlines()
+    assert lines[0] == "|  | not throttled | 1 Gbit/s | 1 Gbit/s, 4 ranks |"
+    assert lines[2].startswith("| plain DDP | 1500 ms, -4 % |")
+    assert "| `QSGD` | 1500 ms, no price | 1500 ms, no price | 1500 ms, no price |" in lines
+    starts = [line.rsplit(" | ", 2)[0] for line in lines[-5:]]
+    assert starts == [
+        "| median, largest error | 4.0 %, 4 %",
+        "| regret of `auto`, safe | 1.0 %",
+        "| regret of `auto`, aggressive | 1.0 %",
+        "| computing, recorded and in the rounds | 30, 20 ms",
+        "| plain DDP again | +1.0 %",
+    ]
+
+
+def test_bandwidths(path_of):
+    common = {"compressor": "TopK", "implementation": "gckernels", "gb_per_s": "12.34", "percent_of_copy": "56.7"}
+    rows = [
+        common | {"sources": sources, "direction": direction, "numel": numel, "threads": threads}
+        for sources in ("1", "4")
+        for direction in ("encode", "decode")
+        for numel in (str(2**22), str(2**25))
+        for threads in ("1", "2")
+    ]
+    path = path_of([row | {"factor_over_eager": "7.4"} for row in rows])
+    cells = " | ".join(["12.3 GB/s, 57 %"] * 4)
+    assert compressors_table(["TopK"], path).splitlines()[2:] == [f"| `TopK` | {cells} | 7 | 7 |"]
+
+
+def test_widths(path_of):
+    cases = {"all": "58", "all, again": "55", "without AVX-512": "47"}
+    rows = [
+        {"work": work, "threads": threads, "instructions": instructions, "percent_of_copy": percent}
+        for work, threads in (("QSGD", "1"), ("QSGD", "2"), ("draws alone", "1"))
+        for instructions, percent in cases.items()
+    ]
+    assert widths_table(path_of(rows)).splitlines()[2:] == ["| `QSGD` | 58, 55 | 47 | 58, 55 | 47 |"]
+
+
+def test_trains(path_of):
+    rows = [
+        {"rate": rate, "nbytes": 2**18, "collective": "hop", "world_size": ranks, "arm": arm, "train_over_wire": over}
+        for rate in ("none", "1gbit", "100mbit")
+        for ranks in ("8", "2")
+        for arm, over in (("Gloo", "1.5"), ("chosen", "1.03"))
+    ]
+    assert trains_table(path_of(rows)).splitlines() == [
+        "|  | 2 ranks | 8 ranks |",
+        "| --- | --- | --- |",
+        "| hop, 256 KiB, 100 Mbit/s | 1.50 / 1.03 | 1.50 / 1.03 |",
+        "| hop, 256 KiB, 1 Gbit/s | 1.50 / 1.03 | 1.50 / 1.03 |",
+    ]
