@@ -54,7 +54,7 @@ def ring(world_size: int, level: Level = Level.FLAT) -> Program:
 
     Each rank encodes a shard, ``world_size - 1`` hops follow, each of which encodes again, and an all-gather
     distributes the results. The errors of the encodings stay in residuals. With compressors whose error is
-    proportional to the gradient, the errors of the hops add up: ``docs/architecture.md`` has measurements.
+    proportional to the gradient, the errors of the hops add up: ``docs/design/programs.md`` has measurements.
 
     Args:
         world_size: number of ranks of ``level``.
