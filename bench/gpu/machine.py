@@ -21,8 +21,10 @@ from bench.lib.budget import Budget
 from bench.lib.record import results_folder
 
 PACKAGES = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "pytest-xdist")
-FIELDS = ("name", "driver_version", "compute_cap", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
-FIELDS += ("power.limit", "temperature.gpu", "memory.total", "ecc.mode.current", "compute_mode")
+FIELDS = (
+    *("name", "driver_version", "compute_cap", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
+    *("power.limit", "temperature.gpu", "memory.total", "ecc.mode.current", "compute_mode"),
+)
 
 
 def describe(budget: Budget) -> Result:

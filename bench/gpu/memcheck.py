@@ -36,8 +36,8 @@ def run_kernels(budget: Budget) -> Result:
         # filled on the CPU: torch's own kernels need no check
         grad, residual = torch.randn(NUMEL).to(device), torch.randn(compressor.traits.states * NUMEL).to(device)
         payload = torch.zeros(compressor.payload_nbytes(NUMEL), dtype=torch.uint8).to(device)
-        bits.encode("triton", compressor, grad, residual, payload)
-        bits.decode("triton", compressor, payload[None], grad)
+        bits.encode(compressor.triton, compressor, grad, residual, payload)
+        bits.decode(compressor.triton, compressor, payload[None], grad)
         torch.cuda.synchronize()
         print(spec, "has run", flush=True)
     return Result(True, [f"{len(SPECS)} compressors have run"])

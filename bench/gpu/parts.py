@@ -119,7 +119,7 @@ def run_apart(name: str, parts: Sequence[Part], budget_s: float) -> int:
 
 def _run(part: Part, limit_s: float, log: Path) -> tuple[str, list[str]]:
     """Run a part; returns how it ended, and its findings or, without a summary, the last lines that it printed."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | part.environment | Budget(limit_s).environment()
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(part.environment) | Budget(limit_s).environment()
     with log.open("ab") as output:
         begin = output.tell()
         command = [sys.executable, *python_arguments(sys.argv[0]), "--only", part.name]

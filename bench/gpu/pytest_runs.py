@@ -74,7 +74,7 @@ def run(
     if workers:
         command += ["-p", "bench.gpu.restart", f"--numprocesses={workers}", "--dist=worksteal"]
         command += ["--max-worker-restart=100"]
-    variables = os.environ | {"PYTHONPATH": _with_root()} | (environment or {})
+    variables = os.environ | {"PYTHONPATH": _with_root()} | dict(environment or {})
     process = subprocess.Popen(command, cwd=ROOT, env=variables, preexec_fn=heed_interrupts)
     interrupted = False
     try:

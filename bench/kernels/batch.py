@@ -75,8 +75,8 @@ def arms(compressor: gckernels.Codec, sizes: list[int], device: torch.device) ->
     def one_by_one() -> None:
         for unit in encodings:
             compressor.encode(unit.grad, unit.residual, unit.payload, unit.seed)
-        for unit in decodings:
-            compressor.decode(unit.payloads, unit.out)
+        for each in decodings:
+            compressor.decode(each.payloads, each.out)
 
     bound_encodings, bound_decodings = units()
     encode, decode = bind_encodes(bound_encodings), bind_decodes(bound_decodings)

@@ -36,6 +36,7 @@ def measure() -> dict[str, float]:
     grad, best_s = torch.randn(NUMEL), {}
     for name in COMPRESSORS:
         compressor = gckernels.from_spec(name)
+        assert isinstance(compressor, gckernels.Codec)
         residual = torch.zeros(compressor.traits.states * NUMEL)
         payload = torch.empty(compressor.payload_nbytes(NUMEL), dtype=torch.uint8)
         out = torch.empty(NUMEL)

@@ -151,7 +151,7 @@ class Bench:
             number = self.card.num_sets(nbytes)
             pairs = [torch.ones(2, max(1, nbytes // 8), device=self.card.device) for _ in range(number)]
             self._copies_s[nbytes] = self.card.time(
-                [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]
+                [functools.partial(pair[1].copy_, pair[0]) for pair in pairs]
             ).median_s
             del pairs
             _give_back()

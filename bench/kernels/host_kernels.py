@@ -67,7 +67,8 @@ def test_case(benchmark, case: Case, threads: int, recorder: Recorder) -> None:
     call_s, copy_s = (min(seconds(each) for _ in range(3)) for each in (call, copy))
     calls = math.ceil(ROUND_S / call_s)
     rounds = int(CASE_S / (calls * call_s + copy_s))
-    copies_s, eager_s = [], []
+    copies_s: list[float] = []
+    eager_s: list[float] = []
 
     def between_rounds() -> None:
         copies_s.append(seconds(copy))

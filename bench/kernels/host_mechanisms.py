@@ -160,7 +160,11 @@ def numpy_calls(work: Work, buffers: Buffers, threads: int) -> Calls:
 
     tiles = rows // step
     shares = [range(tiles * share // threads, tiles * (share + 1) // threads) for share in range(threads)]
-    return {each.__name__: lambda each=each: list(pool.map(each, shares)) for each in (encode, decode)}
+
+    def on_all(work: Callable[[range], None]) -> None:
+        list(pool.map(work, shares))
+
+    return {work.__name__: functools.partial(on_all, work) for work in (encode, decode)}
 
 
 def compiled_calls(work: Work, buffers: Buffers) -> Calls:

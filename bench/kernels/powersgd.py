@@ -12,6 +12,7 @@ the only one that works on Gloo) and with gckernels.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -103,6 +104,10 @@ def stages(rows: int, cols: int, rank: int, device: torch.device) -> dict[str, o
     }
 
 
+def _backward(model: DistributedDataParallel, batch: torch.Tensor) -> None:
+    model(batch).square().mean().backward()
+
+
 def steps(rank: int, device: torch.device) -> list[dict[str, object]]:
     """Measure training steps; returns a row per variant."""
     arms: dict[str, DistributedDataParallel] = {}
@@ -118,7 +123,7 @@ def steps(rank: int, device: torch.device) -> list[dict[str, object]]:
     for round_ in range(4 + 2 * ROUNDS):
         for name, model in arms.items():
             dist.barrier()
-            elapsed = seconds(lambda model=model: model(batch).square().mean().backward(), device)
+            elapsed = seconds(functools.partial(_backward, model, batch), device)
             if round_ >= 4:
                 seconds_by_arm[name].append(elapsed)
             model.zero_grad()

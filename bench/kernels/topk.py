@@ -16,6 +16,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -51,8 +52,10 @@ def timed_on_gpu(calls: Sequence[Call], before: Call) -> list[Callable[[], float
         before()
         card.clean_l2()
 
-    works = [card.repeated([call])[0] for call in calls]
-    return [lambda work=work: card.seconds(work, 1, ready)[0] for work in works]
+    def seconds(work: Any) -> float:
+        return card.seconds(work, 1, ready)[0]
+
+    return [functools.partial(seconds, card.repeated([call])[0]) for call in calls]
 
 
 def compared(spec: str, device: torch.device) -> dict[str, object]:

@@ -27,8 +27,10 @@ PLAIN, AGAIN = "plain", "plain again"
 FP16_HOOK, BF16_HOOK, POWERSGD_HOOK = "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook(rank=4)"
 SILENT = "hook that sends nothing"
 HOOKS = (FP16_HOOK, BF16_HOOK, POWERSGD_HOOK)
-COMPRESSORS = ("Identity", "Cast16", "Cast16(dtype=torch.float16)", "BlockQuant", "BlockQuant(bits=4)", "QSGD")
-COMPRESSORS += ("EFSignSGD", "TopK(ratio=0.01)", "ChunkTopK", "PowerSGD(rank=4)")
+COMPRESSORS = (
+    *("Identity", "Cast16", "Cast16(dtype=torch.float16)", "BlockQuant", "BlockQuant(bits=4)", "QSGD"),
+    *("EFSignSGD", "TopK(ratio=0.01)", "ChunkTopK", "PowerSGD(rank=4)"),
+)
 RANK = 4  # for the PowerSGD of PyTorch
 START = 2  # its first step with compression; it takes no smaller number
 WARM_UP = 4  # steps until every arm does what it does for ever; DDP rebuilds its buckets after the first
@@ -157,7 +159,7 @@ class Arm:
             backward = time.perf_counter_ns()
             torch.autograd.backward(parameters, grads)
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         averaged = time.perf_counter_ns()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -205,12 +207,12 @@ def use_hook(model: DistributedDataParallel, hook: str, group: dist.ProcessGroup
 # these hooks have no annotations, because DDP refuses postponed ones, which are text
 
 
-def _silent_hook(_, bucket):  # type: ignore[no-untyped-def]
+def _silent_hook(_, bucket):
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 # DDP refuses PyTorch's own hook on Gloo, by its name; the hook itself runs there
-def _bf16_hook(group, bucket):  # type: ignore[no-untyped-def]
+def _bf16_hook(group, bucket):
     return default_hooks.bf16_compress_hook(group, bucket)

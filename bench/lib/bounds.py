@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.lib.arms import Ticks
 from bench.lib.spans import Interval, common, length, outside, union
@@ -224,7 +225,8 @@ def link_nbytes(slices: Sequence[Slice], topology: Topology) -> float:
 def read_steps(path: Path, ticks: Sequence[Ticks]) -> list[Step]:
     """The steps of a trace with one step, by rank, given the ticks of each rank."""
     content = json.loads(path.read_text())
-    clock, slices = content["otherData"], [[] for _ in ticks]
+    clock = content["otherData"]
+    slices: list[list[Any]] = [[] for _ in ticks]
     for event in content["traceEvents"]:
         if event["ph"] == "X":
             args, communicates = event["args"], event["cat"] == "communicate"

@@ -50,12 +50,17 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
+def _send(to_next: socket.socket, chunk: bytes, times: int) -> None:
+    for _ in range(times):
+        to_next.sendall(chunk)
+
+
 def _transfer(to_next: socket.socket, from_previous: socket.socket, nbytes: int) -> float:
     """Seconds until every rank has received ``nbytes`` bytes."""
     chunk, received = bytes(CHUNK_NBYTES), bytearray(CHUNK_NBYTES)
     dist.barrier()
     start = time.perf_counter()
-    sender = threading.Thread(target=lambda: [to_next.sendall(chunk) for _ in range(nbytes // CHUNK_NBYTES)])
+    sender = threading.Thread(target=_send, args=(to_next, chunk, nbytes // CHUNK_NBYTES))
     sender.start()
     left = nbytes
     while left:

@@ -6,12 +6,14 @@ import io
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")  # needs no screen
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 from PIL import Image  # a dependency of matplotlib
 
@@ -83,8 +85,9 @@ def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
     front = pareto_front(list(means.values()), higher_is_better=not in_bits)
     if front:
         # stairs: between two points, the best known result is that of the point that sends less
-        stairs = {"color": COLOURS["front"], "linewidth": 1.3, "drawstyle": "steps-post"}
-        axes.plot(*zip(*front, strict=True), **stairs, zorder=2, label="Pareto front")
+        xs, ys = zip(*front, strict=True)
+        stairs: dict[str, Any] = {"color": COLOURS["front"], "linewidth": 1.3, "drawstyle": "steps-post"}
+        axes.plot(xs, ys, **stairs, zorder=2, label="Pareto front")
         axes.legend(loc="lower right", fontsize=8)
 
 
@@ -116,14 +119,16 @@ def _value_range(points: list[Point], higher_is_better: bool) -> Point:
 
 def _place_labels(axes: Axes) -> None:
     """Move each label to the candidate position that overlaps other labels, points and the panel's edge least."""
-    renderer = axes.figure.canvas.get_renderer()
+    canvas: Any = axes.figure.canvas  # Agg's canvas, which has a renderer
+    renderer = canvas.get_renderer()
     panel = axes.get_window_extent(renderer)
     pixels = DPI / 72
-    anchors = [axes.transData.transform(text.xy) for text in axes.texts]
+    texts: list[Any] = list(axes.texts)  # annotations, which have a point
+    anchors = [axes.transData.transform(text.xy) for text in texts]
     taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
-    if axes.get_legend() is not None:
-        taken.append(axes.get_legend().get_window_extent(renderer))
-    for text, (x, y) in zip(axes.texts, anchors, strict=True):
+    if (legend := axes.get_legend()) is not None:
+        taken.append(legend.get_window_extent(renderer))
+    for text, (x, y) in zip(texts, anchors, strict=True):
         box = text.get_window_extent(renderer)
         best = None
         for dx, dy in LABEL_OFFSETS:
@@ -152,7 +157,7 @@ def _overlap(one: Bbox, other: Bbox) -> float:
     return 0.0 if common is None else common.width * common.height
 
 
-def save(figure: plt.Figure, picture: Path) -> Path:
+def save(figure: Figure, picture: Path) -> Path:
     """Write a figure to the path ``picture``, and return that path."""
     with io.BytesIO() as file:
         figure.savefig(file, format="png", dpi=DPI)

@@ -27,7 +27,7 @@ def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -
     """
     results: dict[str, list[T]] = {name: [] for name in arms}
     for round_ in range(warm_up + rounds):
-        for name in list(arms) if round_ % 2 else reversed(arms):
+        for name in list(arms) if round_ % 2 else reversed(list(arms)):
             dist.barrier()
             result = arms[name]()
             if round_ >= warm_up:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -76,6 +77,12 @@ def _label(axes: Axes, labels: list[tuple[float, str, str]]) -> None:
         above = heights[index + 1] - LABEL_GAP if index + 1 < len(heights) else heights[-1] - excess
         heights[index] = min(heights[index], above)
     for (value, name, colour), height in zip(sorted(labels), heights, strict=True):
-        text = {"textcoords": axes.transAxes, "fontsize": 7.5, "color": colour, "ha": "left", "va": "center"}
+        text: dict[str, Any] = {
+            "textcoords": axes.transAxes,
+            "fontsize": 7.5,
+            "color": colour,
+            "ha": "left",
+            "va": "center",
+        }
         line = {"arrowstyle": "-", "linewidth": 0.5, "color": colour, "alpha": 0.6, "shrinkA": 1, "shrinkB": 2}
         axes.annotate(name, (0, value), (0.01, height), arrowprops=line, **text)

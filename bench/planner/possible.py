@@ -82,7 +82,7 @@ def links_s(plan: Plan, trace: ModelTrace, machine: Description) -> float:
 
 
 def _carry(
-    nbytes: dict[Shared, Floats], step: Step, before: Data, after: Data, unit: UnitPlan, machine: Description
+    nbytes: dict[Shared, Floats], step: Collective, before: Data, after: Data, unit: UnitPlan, machine: Description
 ) -> None:
     """Add what each link has to carry for a step: ``[in and out, machines, links of a machine]``."""
     topology, level = machine.topology, step.level

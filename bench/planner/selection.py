@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -138,7 +139,7 @@ def memory() -> Iterator[Row]:
 
 def plan_many_tensors() -> None:
     """Plan 1000 tensors, and print the largest memory of the process in MB."""
-    shapes = [(64 + index, 256 + index) for index in range(1000)]
+    shapes: list[tuple[int, ...]] = [(64 + index, 256 + index) for index in range(1000)]
     POLICIES["auto"](problem_of(trace_of(shapes), TESTBEDS[0], COMPRESSORS[:1], places=HOST))
     # ru_maxrss would have the memory of the process that started this one as well
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -177,7 +178,8 @@ def small_problem(rng: random.Random) -> Problem:
 
 def distances() -> Iterator[Row]:
     """How far plans are from the best ones."""
-    rng, found = random.Random(1), []
+    rng = random.Random(1)
+    found: list[Any] = []
     while len(found) < INSTANCES:
         problem = small_problem(rng)
         if len(problem.buckets) * math.log2(len(all_options(problem))) > MAX_BITS:

@@ -13,7 +13,7 @@ CPU time of the process, all threads together. The arms:
   in place by its hook.
 - ``closed``: an attachment that has compressed, and was closed.
 - ``identity allgather``: an attachment that encodes, gathers and decodes every gradient, exactly.
-- ``synchronizer allreduce``, ``synchronizer allgather``: a bare module instead of DDP, with the plans of the arms
+- ``module allreduce``, ``module allgather``: a bare module instead of DDP, with the plans of the arms
   of these names.
 """
 
@@ -44,7 +44,8 @@ NEVER = 10**9
 def step_seconds(model: torch.nn.Module, batch: torch.Tensor) -> tuple[float, float]:
     """Train one step; returns its seconds, and the CPU seconds of all threads of this process meanwhile."""
     start, start_cpu = time.perf_counter(), time.process_time()
-    model(batch).square().mean().backward()
+    loss: torch.Tensor = model(batch).square().mean()
+    loss.backward()
     if batch.is_cuda:
         torch.cuda.synchronize()
     elapsed = time.perf_counter() - start, time.process_time() - start_cpu
@@ -64,16 +65,16 @@ class Arms:
         self._device = device
         self._handles: list[sync.Attachment] = []
         self.models: dict[str, torch.nn.Module] = {name: self._wrapped() for name in ("plain", "plain again")}
-        self.models["torch's hook"] = self._wrapped()
-        self.models["torch's hook"].register_comm_hook(None, allreduce_hook)
-        self.models["dense buckets"] = self._frontend("EFSignSGD", None, NEVER)
-        self.models["closed"] = closed = self._frontend("EFSignSGD", None)
+        self.models["torch's hook"] = hooked = self._wrapped()
+        hooked.register_comm_hook(None, allreduce_hook)
+        self.models["dense buckets"] = self._attached("EFSignSGD", None, NEVER)
+        self.models["closed"] = closed = self._attached("EFSignSGD", None)
         for _ in range(3):
             step_seconds(closed, batch)
         self._handles.pop().close()
         for name, program in (("allreduce", sync.programs.ALLREDUCE), ("allgather", sync.programs.ALLGATHER)):
-            self.models[f"identity {name}"] = self._frontend("Identity", program)
-            self.models[f"synchronizer {name}"] = alone = mlp().to(device)
+            self.models[f"identity {name}"] = self._attached("Identity", program)
+            self.models[f"module {name}"] = alone = mlp().to(device)
             plan = sync.uniform_plan(alone, gckernels.Identity(), program=program)
             self._handles.append(sync.attach(alone, plan, bucket_cap_mb=BUCKET_CAP_MB))
 

@@ -126,9 +126,9 @@ def _slow(arm: Arm, rounds: int, rate: str) -> Row:
     _step_s(arm)  # the connections find their new rate
     after_s = _median_step_s(arm, rounds)
     equal = _equal(arm)
-    alone = [max(values) for values in zip(*changes.gather(arm.alone()), strict=True)]
+    forward_s, backward_s, optimizer_s = (max(values) for values in zip(*changes.gather(arm.alone()), strict=True))
     wire_s = arm.sent_nbytes() / goodput()
-    expected_s = Alone(*alone, ddp_backward_s=0.0, wire_s=wire_s).bound_s()
+    expected_s = Alone(forward_s, backward_s, optimizer_s, ddp_backward_s=0.0, wire_s=wire_s).bound_s()
     return {"after_s": after_s, "expected_s": f"{expected_s:.5f}", "equal": equal}
 
 

@@ -36,8 +36,10 @@ from gckernels.sync.frontends.budget import plan_nbytes
 from gckernels.sync.lab import Network, checked_rate
 
 KEY = ("rate", "world_size", "compressor", "program", "numel", "arm")
-PRINTED = ("arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3")
-PRINTED += ("compute_s", "communicate_s", "either_s", "hidden_share")
+PRINTED = (
+    *("arm", "span_s", "ratio_to_first", "ratio_quartile_1", "ratio_quartile_3"),
+    *("compute_s", "communicate_s", "either_s", "hidden_share"),
+)
 ROUNDS, WARM_UP = 24, 3  # the first step is not compressed
 PARTS, CHANNELS = (1, 2, 4), (1, 2, 4)
 SMALL, SMALL_SHAPE = 4, (256, 1024)

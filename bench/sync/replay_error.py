@@ -85,7 +85,7 @@ class Arm:
         self._model = DistributedDataParallel(
             WORKLOAD.model(), process_group=dist.new_group(), bucket_cap_mb=WORKLOAD.bucket_cap_mb
         )
-        steps = {**sync.programs.PROGRAMS, "ring": sync.programs.ring(ranks)}[program]
+        steps: sync.programs.Program | None = {**sync.programs.PROGRAMS, "ring": sync.programs.ring(ranks)}[program]
         in_place = steps == sync.programs.ALLREDUCE
         codec, steps = (gckernels.EFSignSGD(), None) if in_place else (gckernels.from_spec(spec), steps)
         plan = sync.uniform_plan(self._model, codec, program=steps, topology=topology)

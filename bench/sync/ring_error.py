@@ -78,7 +78,9 @@ def two_phases(players: list[SimulatedRank], grads: list[torch.Tensor], step: in
 def errors(scheme, spec: str, ranks: int) -> tuple[float, float]:
     """Relative errors of the first step's result and of the sum of all steps' results."""
     generator = torch.Generator().manual_seed(0)
-    players = [SimulatedRank(gckernels.from_spec(spec), rank) for rank in range(ranks)]
+    codec = gckernels.from_spec(spec)
+    assert isinstance(codec, Codec)
+    players = [SimulatedRank(codec, rank) for rank in range(ranks)]
     applied, expected, first = torch.zeros(NUMEL), torch.zeros(NUMEL), 0.0
     for step in range(STEPS):
         common = torch.randn(NUMEL, generator=generator)

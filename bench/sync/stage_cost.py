@@ -261,7 +261,7 @@ def cost(arm: Any, messages: Sequence[Message], calls: int) -> Cost:
 def measured(name: str, messages: Sequence[Message], rounds: int) -> Iterator[dict[str, Any]]:
     """The rows of some messages, one for each arm."""
     stages = len(messages[0].stages)
-    arms = {
+    arms: dict[str, Any] = {
         "calls": Calls(),
         "one thread": OneThread(),
         "a thread per stage": ThreadPerStage(stages),
@@ -272,9 +272,9 @@ def measured(name: str, messages: Sequence[Message], rounds: int) -> Iterator[di
     gc.disable()
     for round_ in range(WARM_UP + rounds):
         for arm in list(arms) if round_ % 2 else reversed(arms):
-            found = cost(arms[arm], messages, CALLS)
+            once = cost(arms[arm], messages, CALLS)
             if round_ >= WARM_UP:
-                costs[arm].append(found)
+                costs[arm].append(once)
     gc.enable()
     for each in arms.values():
         each.close()
@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="write no file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=RANKS, store=dist.HashStore())
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=dist.HashStore())  # type: ignore[attr-defined]
     table = []
     for row in rows(arguments.rounds):
         print(*(f"{value:>18}" if name != "message" else f"{value:28}" for name, value in row.items()), flush=True)

@@ -37,6 +37,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,10 @@ from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
-PRINTED = ("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "sent_nbytes", "wire_over_sent")
-PRINTED += ("wire_s", "bound_s", "step_over_bound", "step_over_ddp_bound")
+PRINTED = (
+    *("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "sent_nbytes", "wire_over_sent"),
+    *("wire_s", "bound_s", "step_over_bound", "step_over_ddp_bound"),
+)
 REST = tuple(field.name for field in dataclasses.fields(Rest))
 CONTENTION = ("backward_over_alone", "codec_over_alone")
 WHERE = ("arm", "bound_s", "step_over_bound", "step_over_ddp_bound", *REST, *CONTENTION)
@@ -135,8 +138,8 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     take_turns(turns, 0, 1)
     rounds = _rounds(args, time.monotonic() - start_s)
     results = take_turns(turns, rounds, 0)
-    alone_s = [*slowest(results.pop("alone")).median(dim=0).values.tolist()]
-    alone_s += slowest(results.pop(SILENT)).median(dim=0).values.tolist()
+    forward_s, backward_s, optimizer_s = slowest(results.pop("alone")).median(dim=0).values.tolist()
+    (ddp_backward_s,) = slowest(results.pop(SILENT)).median(dim=0).values.tolist()
     seconds = {spec: slowest(each)[:, 0].tolist() for spec, each in results.items()}
     wire = {spec: _mean_nbytes([nbytes for _, nbytes in each]) for spec, each in results.items()}
     compressed = {spec: arm for spec, arm in arms.items() if arm.compresses}
@@ -153,7 +156,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         traced, on_link = traces.get(spec, []), sent
         if traced and topology.devices > 1 and dist.get_rank() == 0:
             on_link = link_nbytes(traced[0][0].slices, topology) or sent
-        alone = Alone(*alone_s, on_link / link_nbytes_per_s)
+        alone = Alone(forward_s, backward_s, optimizer_s, ddp_backward_s, on_link / link_nbytes_per_s)
         row |= {"link_nbytes": f"{on_link:.0f}", "goodput_mbit_per_s": f"{link_nbytes_per_s * 8e-6:.1f}"}
         row |= {name: f"{value:.5f}" for name, value in dataclasses.asdict(alone).items()}
         rows.append(row | bound_columns(step_s, alone, traced, codecs_alone_s.get(spec, 0.0)))
@@ -215,7 +218,8 @@ def _traced(arm: Arm, without_backward: bool = False) -> list[Step]:
         ticks = torch.tensor(arm.traced(path, without_backward))
         everyone = [torch.empty_like(ticks) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, ticks)
-        return read_steps(path, [each.tolist() for each in everyone]) if dist.get_rank() == 0 else []
+        found: list[Any] = [each.tolist() for each in everyone]
+        return read_steps(path, found) if dist.get_rank() == 0 else []
 
 
 def _codec_alone_s(arm: Arm) -> float:

@@ -96,7 +96,7 @@ def all_to_all_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
 
     def gloo() -> Wait:
         work: Any = dist.all_to_all_single(received.view(-1), sent.view(-1), group=link.group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
+        return work.wait
 
     return {GLOO_IN_FLIGHT: gloo, CHOSEN: exchanges.bind_all_to_all(link, sent, received)}
 
@@ -162,6 +162,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure all arms of a collective; returns their rows on rank 0, an empty list on the others."""
     name, nbytes, ranks = str(cell.columns["collective"]), int(cell.columns["nbytes"]), cell.network.ranks
     site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
+    assert dist.group.WORLD is not None
     communicators = Communicators(dist.group.WORLD, Places.of(cells.CPU), Topology(ranks), [site])
     made = MAKE[name](communicators.link(0), nbytes)
     arms = {arm: functools.partial(train, made[GLOO_IN_FLIGHT], 1) for arm in (GLOO, AGAIN)}

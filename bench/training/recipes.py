@@ -164,8 +164,9 @@ def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
 
     def train(model: nn.Module, device: torch.device, timer: common.StepTimer, recipe: Recipe) -> None:
         lr, momentum = source.PEAK_LR * recipe.sgd_lr, recipe.momentum
+        images, classes = load(device)[:2]
         digits.train(
-            model, *load(device)[:2], timer, epochs=epochs, peak_lr=lr, momentum=momentum, batch_size=source.BATCH
+            model, images, classes, timer, epochs=epochs, peak_lr=lr, momentum=momentum, batch_size=source.BATCH
         )
 
     def evaluate(network: nn.Module, device: torch.device) -> Evaluation:
@@ -316,7 +317,7 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
         return Result(
             accuracy=accuracy,
             bits_per_byte=bits_per_byte,
-            sent_nbytes_per_step=common.sent_nbytes_per_step(ddp, handle),
+            sent_nbytes_per_step=common.sent_nbytes_per_step(ddp, handle, spec),
             mean_step_s=statistics.fmean(timer.measured_s),
             steps=common.WARMUP_STEPS + len(timer.measured_s),
             lr_factor=recipe.lr_factor(model.adamw),
