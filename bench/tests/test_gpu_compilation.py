@@ -12,6 +12,7 @@ from gckernels.toolkit.kernels.launch import Launch
 from processes import output_of
 
 
+@pytest.mark.slow
 def test_the_kernels_of_all_parts_are_compiled_first(monkeypatch):
     launches: list[Launch] = []
     monkeypatch.setattr(compilation, "compile_all", lambda recorded, budget: launches.extend(recorded))

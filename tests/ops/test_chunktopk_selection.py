@@ -78,9 +78,12 @@ IN_KERNELS = [
     ChunkTopK(chunk=1024, k=512, value_bits=8),
     ChunkTopK(chunk=2048, k=1024),
 ]
+QUICK = ("equal", "ties", "any exponent", "descending", "in one column", "not finite", "often NaN")
 
 
-@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(
+    "values", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in VALUES]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
 @pytest.mark.parametrize("compressor", IN_KERNELS, ids=repr)

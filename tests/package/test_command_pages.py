@@ -85,14 +85,15 @@ def test_the_tutorial_runs(folder):
     """On the links lab; skipped where there are no network namespaces."""
     (folder / "train.py").write_text(re.search(r"^```python\n(.*?)^```$", TUTORIAL, re.S | re.M)[1])
     steps = TUTORIAL.partition("## Predict: ten commands")[2].partition("\n## ")[0]
-    printed = {}
+    printed, is_disturbed = {}, False
     for number, line in enumerate(re.findall(r"^\$ (.*)$", steps, re.MULTILINE), 1):
         command = [sys.executable, "-m", "gckernels", *words_of(line)]
         for _ in range(PROFILES):
             ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=300)
             if DISTURBED not in ran.stderr:
                 break
-        if number == 4 and ran.returncode == 3:
+        is_disturbed |= DISTURBED in ran.stderr
+        if is_disturbed and ran.returncode == 3:  # a later command refuses the disturbed profile
             pytest.skip(f"other work on this machine has disturbed {PROFILES} profiles: {ran.stderr}")
         assert ran.returncode == 0 or DISTURBED in ran.stderr, (line, ran.stdout, ran.stderr)
         printed[number] = ran.stdout

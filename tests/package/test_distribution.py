@@ -83,6 +83,7 @@ def test_the_source_distribution_has_every_file_of_the_repository(archives):
     assert tracked - names == set()
 
 
+@pytest.mark.slow
 def test_tests_run_from_the_source_distribution(archives, tmp_path):
     with tarfile.open(archives[0]) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -23,7 +23,8 @@ def seed_everything() -> None:
 def cases(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test with every value, as ``pytest.mark.parametrize`` does, but those with the same marks in one item.
 
-    All of them run, also if some fail. Then the item fails with an error for each, which names its case.
+    All of them run, also if some fail. Then the item fails with an error for each, which names its case. Otherwise, if
+    some were skipped, the item is shown as skipped, with their number and the last reason.
 
     Args:
         names: the argument of the test that gets the value, or the arguments that get the entries of it.
@@ -46,13 +47,14 @@ def cases(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callab
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(*fixtures: Any, **more: Any) -> None:
-            errors = []
-            for name, each in more.pop(together):
+            errors, reasons = [], []
+            group = more.pop(together)
+            for name, each in group:
                 seed_everything()
                 try:
                     test(*fixtures, **more, **dict(zip(arguments, each, strict=True)))
-                except pytest.skip.Exception:
-                    continue
+                except pytest.skip.Exception as skipped:
+                    reasons.append(skipped.msg)
                 except Exception as error:
                     error.add_note(f"case {name}")
                     errors.append(error)
@@ -60,6 +62,8 @@ def cases(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callab
                 raise errors[0]
             if errors:
                 raise ExceptionGroup(f"{len(errors)} cases failed", errors)
+            if reasons:
+                pytest.skip(f"{len(reasons)} of {len(group)} cases: {reasons[-1]}")
 
         signature = inspect.signature(test)
         kept = [each for each in signature.parameters.values() if each.name not in arguments]

@@ -138,6 +138,7 @@ def test_an_interrupt_leaves_nothing_behind(monkeypatch):
     assert len(started) == 2 and all(gone(pid) for pid in started)
 
 
+@pytest.mark.slow
 def test_when_the_tests_are_killed_the_ranks_end():
     script = SCRIPT.format(folder=str(Path(__file__).parent))
     tests = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -115,6 +115,7 @@ for spec in ("BlockFP8", "BlockFP8(format='e5m2', block=32)"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpus_that_convert_fp8_do():
     """The instructions are there for compute capability 9.0 alone; their results are compared on a GPU, as above."""

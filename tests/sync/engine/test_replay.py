@@ -34,11 +34,11 @@ TOLERANCE = 0.025
 
 SETTINGS = (
     ("BlockQuant", "alltoall", 1, None),
-    ("EFSignSGD", "allgather", 2, 262_144),
+    pytest.param(("EFSignSGD", "allgather", 2, 262_144), marks=pytest.mark.slow),
     ("Cast16", "hierarchical", 1, None),
     ("BlockQuant", "ring", 2, 524_288),
-    ("TopK(ratio=0.05)", "parameter_server", 2, None),
-    ("PowerSGD(rank=4)", "powersgd", 1, None),
+    pytest.param(("TopK(ratio=0.05)", "parameter_server", 2, None), marks=pytest.mark.slow),
+    pytest.param(("PowerSGD(rank=4)", "powersgd", 1, None), marks=pytest.mark.slow),
     ("PowerSGD(rank=4, one_sided=True)", "encoded_allreduce", 1, None),
     ("Identity", "allreduce", 1, None),
 )

@@ -94,8 +94,8 @@ def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program
 
 
 @pytest.mark.parametrize(("compressor", "program"), [("EFSignSGD", "alltoall"), ("PowerSGD", "powersgd")])
-def test_the_synchronizer_skips_the_same_steps(compressor, program):
-    hook, synchronizer = (
+def test_an_attached_module_skips_the_same_steps(compressor, program):
+    of_ddp, of_module = (
         values_of(run_ranks(2, train_with_scaler, compressor, program, front)) for front in ("hook", "module")
     )
-    assert hook == synchronizer
+    assert of_ddp == of_module

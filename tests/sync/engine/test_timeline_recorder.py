@@ -86,12 +86,12 @@ def test_a_trace_has_every_stage_of_every_rank(tmp_path, compressor, program):
 def train_in_place(path: str) -> float:
     module = build("Mlp")
     nothing = sync.uniform_plan(module, gckernels.Identity(), program=PROGRAMS["allreduce"])
-    synchronizer = sync.attach(module, nothing, bucket_cap_mb=SMALL_BUCKETS)
+    attachment = sync.attach(module, nothing, bucket_cap_mb=SMALL_BUCKETS)
     with record_timeline(path):
         for step in range(STEPS):
             module(module.batch(step, dist.get_rank())).backward()
-    synchronizer.close()
-    return synchronizer.sent_nbytes_per_step()
+    attachment.close()
+    return attachment.sent_nbytes_per_step()
 
 
 def test_a_trace_has_every_average_in_place(tmp_path):

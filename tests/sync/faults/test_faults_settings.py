@@ -114,7 +114,7 @@ CASES: dict[str, tuple[Callable[[str, bool], object], tuple[str, ...], tuple[str
     "root": (_another_root, ('"parameter":"layers.4.bias"', '"root":0'), ('"parameter":"layers.4.bias"', '"root":1')),
     "channels": (_more_channels, ('"channels":1',), ('"channels":2',)),
 }
-OF_THE_SYNCHRONIZER = {
+OF_THE_MODULE = {
     "bucket_cap_mb": (_with(bucket_cap_mb=(1.0, 2.0)), ("bucket_cap_mb 1.0",), ("bucket_cap_mb 2.0",)),
     "find_unused_parameters": (
         _with(find_unused_parameters=(False, True)),
@@ -125,7 +125,7 @@ OF_THE_SYNCHRONIZER = {
 
 
 def _cases(front: str) -> dict[str, Any]:
-    return CASES | (OF_THE_SYNCHRONIZER if front == "module" else {})
+    return CASES | (OF_THE_MODULE if front == "module" else {})
 
 
 def disagreed(front: str) -> tuple[dict[str, str], str]:

@@ -40,7 +40,7 @@ def digest(module: nn.Module) -> str:
 
 def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, str]]]:
     """For every compressor, program and model: the digests of each step's gradients under the hook and under the
-    synchronizer."""
+    attachment."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = []
     for compressor, program, model in settings:
@@ -56,8 +56,8 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
             topology=topology(world_size),
             world_size=world_size,
         )
-        attachment = attach(hooked, plan, start_step=1)
-        synchronizer = attach(other, plan, bucket_cap_mb=SMALL, find_unused_parameters=unused)
+        of_ddp = attach(hooked, plan, start_step=1)
+        of_module = attach(other, plan, bucket_cap_mb=SMALL, find_unused_parameters=unused)
         optimizers = [torch.optim.SGD(each.parameters(), **SGD) for each in (module, other)]
         digests = []
         for step in range(STEPS):
@@ -69,9 +69,9 @@ def like_the_hook(settings: list[tuple[str, str, str]]) -> list[list[tuple[str, 
                 if step:  # with more than two ranks the first step, a plain reduction, may differ in the last bit
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
-        assert attachment.residual_nbytes() == synchronizer.residual_nbytes()
-        attachment.close()
-        synchronizer.close()
+        assert of_ddp.residual_nbytes() == of_module.residual_nbytes()
+        of_ddp.close()
+        of_module.close()
         found.append(digests)
     return found
 
@@ -119,7 +119,7 @@ def checkpointed() -> list[tuple[str, str]]:
     torch.manual_seed(0)
     module = Checkpointed()
     plain = copy.deepcopy(module)
-    synchronizer = attach(module, EFSignSGD(), bucket_cap_mb=SMALL)
+    attachment = attach(module, EFSignSGD(), bucket_cap_mb=SMALL)
     plain.forward = lambda batch: Mlp.forward(plain, batch)
     other = attach(plain, EFSignSGD(), bucket_cap_mb=SMALL)
     found = []
@@ -128,7 +128,7 @@ def checkpointed() -> list[tuple[str, str]]:
             model.zero_grad()
             model(Mlp.batch(step, dist.get_rank())).backward()
         found.append((digest(module), digest(plain)))
-    synchronizer.close()
+    attachment.close()
     other.close()
     return found
 
@@ -144,7 +144,7 @@ def trained(change: str) -> tuple[str, str]:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(change, torch.float32)
     module = build("Mlp", dtype, seed=rank)  # rank 0's parameters replace the others'
     reference = build("Mlp", dtype)
-    synchronizer = attach(module, Identity(), bucket_cap_mb=SMALL)
+    attachment = attach(module, Identity(), bucket_cap_mb=SMALL)
     assert digest_of(module.parameters()) == digest_of(reference.parameters())
     model = torch.compile(module, backend="eager") if change == "compile" else module
     optimizers = [[torch.optim.SGD(each.parameters(), **SGD)] for each in (module, reference)]
@@ -162,7 +162,7 @@ def trained(change: str) -> tuple[str, str]:
                 each.layers[2].requires_grad_(step % 2 == 0)
         for batch in batches:
             warns = pytest.warns(UserWarning, match="no graph") if has_graph else contextlib.nullcontext()
-            with contextlib.nullcontext() if batch is batches[-1] else synchronizer.no_sync(), warns:
+            with contextlib.nullcontext() if batch is batches[-1] else attachment.no_sync(), warns:
                 model(batch).backward(create_graph=has_graph)
             reference(batch).backward()
         for parameter in reference.parameters():
@@ -175,7 +175,7 @@ def trained(change: str) -> tuple[str, str]:
             for one in optimizer:
                 one.step()
                 one.zero_grad()
-    synchronizer.close()
+    attachment.close()
     return tuple(
         digest_of(each.parameters()) + "".join(d) for each, d in zip((module, reference), digests, strict=True)
     )
@@ -219,7 +219,7 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
                     units[index], compressor=Identity(), program=ALLREDUCE, feedback=False
                 )
         plan = Plan(tuple(units), channels=2)
-    synchronizer = attach(module, plan, bucket_cap_mb=SMALL)
+    attachment = attach(module, plan, bucket_cap_mb=SMALL)
     digests, worst = [], 0.0
     for step in range(STEPS):
         module.zero_grad()
@@ -234,8 +234,8 @@ def merged_and_parted(kind: str) -> tuple[list[str], int]:
             dist.all_reduce(mine.grad.mul_(1 / dist.get_world_size()))
             worst = max(worst, (mine.grad - ours.grad).abs().max().item() / max(1e-3, mine.grad.abs().max().item()))
     assert 0 < worst < 0.2  # the gradients are compressed, with a small error
-    names = sorted(synchronizer.state_dict()["feedback"]["worker"])
-    synchronizer.close()
+    names = sorted(attachment.state_dict()["feedback"]["worker"])
+    attachment.close()
     return digests, len(names)
 
 
@@ -280,10 +280,10 @@ def refused() -> list[str]:
             texts.append("nothing")
         except (TypeError, ValueError, RuntimeError) as error:
             texts.append(f"{type(error).__name__}: {error}")
-    synchronizer = attach(module, plan)
+    attachment = attach(module, plan)
     module(Mlp.batch(0, dist.get_rank())).backward()
     texts.append(digest(module))
-    synchronizer.close()
+    attachment.close()
     return texts
 
 
@@ -317,7 +317,7 @@ def unused(find: bool) -> list[str]:
     """Train two steps of a model that leaves a layer unused; return the result of the second, a gradient or an
     error."""
     module = build("Branches")
-    synchronizer = attach(module, BlockQuant(), find_unused_parameters=find)
+    attachment = attach(module, BlockQuant(), find_unused_parameters=find)
     texts = []
     for step in range(2):
         try:
@@ -325,7 +325,7 @@ def unused(find: bool) -> list[str]:
             texts.append(str(module.never.weight.grad))
         except RuntimeError as error:
             texts.append(str(error))
-    synchronizer.close()
+    attachment.close()
     return texts
 
 
@@ -339,7 +339,7 @@ def reads() -> list[int]:
     """The number of tensors that the host reads in each step of a model whose branches a rank uses in part."""
     module = build("Branches")
     module.never.requires_grad_(False)
-    synchronizer = attach(module, BlockQuant(), find_unused_parameters=True)
+    attachment = attach(module, BlockQuant(), find_unused_parameters=True)
     read, counts = torch.Tensor.tolist, []
     for step in range(5):
         counts.append(0)
@@ -350,7 +350,7 @@ def reads() -> list[int]:
 
         with mock.patch.object(torch.Tensor, "tolist", counted):
             module(Branches.batch(step, dist.get_rank())).backward()
-    synchronizer.close()
+    attachment.close()
     return counts
 
 

@@ -67,7 +67,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
             topology=where,
             world_size=world_size,
         )
-        synchronizer = attach(module, plan, bucket_cap_mb=SMALL_BUCKETS)
+        attachment = attach(module, plan, bucket_cap_mb=SMALL_BUCKETS)
         apart = Places.of(torch.device("cpu")).apart
         dtypes = collections.defaultdict[str, torch.dtype](lambda: torch.float32)
         output = sum(plan_nbytes(plan, dtypes, where, apart)), rank_nbytes(plan, dtypes, where, apart)
@@ -78,7 +78,7 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
                 for step in range(first, first + 2):
                     module(module.batch(step, rank)).backward()
             counts.append(counted.nbytes)
-        synchronizer.close()
+        attachment.close()
         found.append((*output, *counts))
     return found
 

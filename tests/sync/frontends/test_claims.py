@@ -39,7 +39,7 @@ def trained(model: nn.Module, module: nn.Module | None = None) -> list[str]:
 
 
 def synchronised_by_itself() -> None:
-    """A synchronizer lives as long as its parameters do, even if nothing else refers to it or to the module that it was
+    """An attachment lives as long as its parameters do, even if nothing else refers to it or to the module that it was
     given."""
     module = build("Mlp")
     kept = attach(module, BlockQuant())
@@ -55,12 +55,12 @@ def synchronised_by_itself() -> None:
         assert not lanes()
 
 
-def test_the_model_keeps_its_synchronizer():
+def test_the_model_keeps_its_attachment():
     values_of(run_ranks(2, synchronised_by_itself))
 
 
 class Remembering(nn.Module):
-    """A model in reference cycles: with itself, with its synchronizer, and with the hooks of its parameters."""
+    """A model in reference cycles: with itself, with its attachment, and with the hooks of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,23 +182,23 @@ TAKEN = "parameter {} is synchronised by another attachment"
 WRAPPED = "parameter {} is averaged by a DistributedDataParallel model, too"
 TWICE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], str]] = {
     # the model's first attachment, the second one, which is refused, and the reason
-    "two synchronizers": (ours, ours, TAKEN.format("layers.0.weight")),
-    "a synchronizer and one of a part": (ours, lambda module: ours(module.layers[2]), TAKEN.format("weight")),
-    "a synchronizer of a part and one of all": (
+    "two of the same module": (ours, ours, TAKEN.format("layers.0.weight")),
+    "one of a module and one of a part": (ours, lambda module: ours(module.layers[2]), TAKEN.format("weight")),
+    "one of a part and one of the module": (
         lambda module: ours(module.layers[2]),
         ours,
         TAKEN.format("layers.2.weight"),
     ),
-    "a synchronizer and an attachment": (ours, hooked, TAKEN.format("layers.0.weight")),
-    "an attachment and a synchronizer": (hooked, ours, TAKEN.format("layers.0.weight")),
-    "an attachment and one of a part": (hooked, lambda module: hooked(module.layers[4]), TAKEN.format("weight")),
-    "DDP and a synchronizer": (ddp, ours, WRAPPED.format("layers.0.weight")),
-    "DDP of a part and a synchronizer": (
+    "one of a module and one of DDP": (ours, hooked, TAKEN.format("layers.0.weight")),
+    "one of DDP and one of its module": (hooked, ours, TAKEN.format("layers.0.weight")),
+    "one of DDP and one of a part": (hooked, lambda module: hooked(module.layers[4]), TAKEN.format("weight")),
+    "DDP and an attachment": (ddp, ours, WRAPPED.format("layers.0.weight")),
+    "DDP of a part and an attachment": (
         lambda module: ddp(module.layers[2]),
         ours,
         WRAPPED.format("layers.2.weight"),
     ),
-    "DDP and a synchronizer of a part": (ddp, lambda module: ours(module.layers[2]), WRAPPED.format("weight")),
+    "DDP and an attachment to a part": (ddp, lambda module: ours(module.layers[2]), WRAPPED.format("weight")),
 }
 
 
@@ -240,11 +240,11 @@ def test_no_parameter_is_synchronised_twice():
 
 def wrapped_since() -> None:
     module = build("Mlp")
-    synchronizer = ours(module)
+    attachment = ours(module)
     model = ddp(module)
     with pytest.raises(ValueError, match=WRAPPED.format(r"layers\.0\.weight")):
         trained(model)
-    synchronizer.close()
+    attachment.close()
 
 
 def test_a_model_that_is_wrapped_afterwards():
@@ -256,11 +256,11 @@ def side_by_side() -> None:
     module = build("Mlp")
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["layers.2.weight", "layers.2.bias"])
     model = ddp(module)
-    attachment, synchronizer = attach(model, BlockQuant()), attach(module.layers[2], BlockQuant())
+    of_ddp, of_part = attach(model, BlockQuant()), attach(module.layers[2], BlockQuant())
     expected = build("Mlp")
     alone = attach(expected, BlockQuant())
     assert trained(model, module) == trained(expected)
-    for front in (attachment, synchronizer, alone):
+    for front in (of_ddp, of_part, alone):
         front.close()
     with pytest.raises(ValueError, match=WRAPPED.format(r"layers\.0\.weight")):
         ours(module)  # the model is plain DDP again

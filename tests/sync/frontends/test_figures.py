@@ -87,7 +87,7 @@ def test_compression_has_residuals_and_stages():
         assert [each.text for each in result["decisions"]] == ["chosen"]
 
 
-def test_a_synchronizer_has_the_same_figures():
+def test_a_module_has_the_same_figures():
     for result in values_of(run_ranks(2, train, "BlockQuant(bits=4)", False, 11)):
         check(result, result["numel"], 11)
         assert result["text"].startswith("Attachment(") and "BlockQuant(bits=4)" in result["text"]

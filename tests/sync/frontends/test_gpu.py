@@ -106,7 +106,7 @@ def gradients_of_batches(front: str, device: torch.device) -> list[str]:
 CPU = torch.device("cpu")
 
 
-def test_the_synchronizer_gives_the_gradients_of_the_hook():
+def test_the_module_gives_the_gradients_of_the_hook():
     hook, attachment = (values_of(run_ranks(2, gradients_of_batches, front, CPU)) for front in ("attach", "module"))
     assert hook == attachment and len({*hook[0]}) == len(hook[0])
 

@@ -223,7 +223,7 @@ def _under_ddp(model: nn.Module) -> nn.Module:
     return model
 
 
-def _under_a_synchronizer(model: nn.Module) -> nn.Module:
+def _under_an_attachment(model: nn.Module) -> nn.Module:
     _KEPT.append(attach(model, BlockQuant()))
     return model
 
@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "ValueError: attach: parameter 0.weight has a sparse gradient",
     ),
     "a sparse gradient": (
-        lambda: _in_backward(_under_a_synchronizer),
+        lambda: _in_backward(_under_an_attachment),
         "RuntimeError: gckernels: parameter table has a sparse gradient",
     ),
     "a sparse gradient under DDP": (

@@ -80,23 +80,23 @@ def refused() -> list[str]:
             take(target, wrong, **settings)
             pytest.fail(f"{take} {wrong} {settings}")
         found.append(str(caught.value))
-    attachment = attach(model, with_launches.for_frontend(Frontend.DDP))
-    synchronizer = attach(other, for_ddp.for_frontend(Frontend.MODULE))
+    of_ddp = attach(model, with_launches.for_frontend(Frontend.DDP))
+    of_module = attach(other, for_ddp.for_frontend(Frontend.MODULE))
     for each in (model, other):
         for step in range(2):
             each(module.batch(step, dist.get_rank())).backward()
-    found.append(str(attachment.sent_nbytes_per_step() == synchronizer.sent_nbytes_per_step() > 0))
-    attachment.close()
-    synchronizer.close()
+    found.append(str(of_ddp.sent_nbytes_per_step() == of_module.sent_nbytes_per_step() > 0))
+    of_ddp.close()
+    of_module.close()
     return found
 
 
 def test_a_plan_for_something_else_is_refused_with_what_to_do():
     for texts in values_of(run_ranks(2, refused)):
-        launches, for_synchronizer, for_ddp, size, names, ranks, trains = texts
+        launches, for_module, for_ddp, size, names, ranks, trains = texts
         assert launches.startswith("attach: the plan is for bare modules: its units have launches")
         assert "gckernels plan --frontend ddp, or pass plan.for_frontend(sync.Frontend.DDP)" in launches
-        assert for_synchronizer.startswith("attach: the plan is for bare modules: it says so (frontend)")
+        assert for_module.startswith("attach: the plan is for bare modules: it says so (frontend)")
         assert for_ddp.startswith("attach: the plan is for DistributedDataParallel models: it says so (frontend)")
         assert "plan.for_frontend(sync.Frontend.MODULE)" in for_ddp
         assert size == "attach: bucket_cap_mb must be None for a plan with launches, got 25"
@@ -146,11 +146,11 @@ def resumed() -> tuple[list[str], list[str], list[dict[str, Any]]]:
     module = build("Mlp")
     plan = sync.uniform_plan(module, EFSignSGD(), exempt=None)
     first = dataclasses.replace(launched(plan, "each"), prediction=PREDICTION)
-    synchronizer = attach(module, first)
+    attachment = attach(module, first)
     found: list[list[str]] = [[], []]
     for step in range(2 * STEPS):
         if step == STEPS:
-            state = synchronizer.state_dict()
+            state = attachment.state_dict()
             plans = [state["plan"], _version_1(state["plan"])]
             state["plan"] = plans[1]
             other = copy.deepcopy(module)
@@ -160,7 +160,7 @@ def resumed() -> tuple[list[str], list[str], list[dict[str, Any]]]:
             each.zero_grad()
             each(module.batch(step, dist.get_rank())).backward()
             digests.append(digest_of(parameter.grad for parameter in each.parameters()))
-    synchronizer.close()
+    attachment.close()
     second.close()
     return found[0][STEPS:], found[1], plans
 
@@ -192,7 +192,7 @@ def scaled() -> list[tuple[list[str], float]]:
     for plan in (whole, launched(whole, "backwards"), launched(whole, "messages")):
         module = build("Mlp")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        synchronizer = attach(module, plan, grad_scaler=scaler)
+        attachment = attach(module, plan, grad_scaler=scaler)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         digests = []
         for step in range(2 * STEPS):
@@ -203,7 +203,7 @@ def scaled() -> list[tuple[list[str], float]]:
             scaler.update()
             optimizer.zero_grad()
         found.append((digests, scaler.get_scale()))
-        synchronizer.close()
+        attachment.close()
     return found
 
 
@@ -218,15 +218,15 @@ def without_memory() -> bool:
     module, other = build("Mlp"), build("Mlp")
     plan = launched(sync.uniform_plan(module, BlockQuant(), exempt=None), "messages")
     with pytest.warns(UserWarning, match="averaged without compression"):
-        synchronizer = attach(module, plan, memory_budget_mb=0)
+        attachment = attach(module, plan, memory_budget_mb=0)
     exact = attach(other, Identity())
     for step in range(2):
         for each in (module, other):
             each.zero_grad()
             each(module.batch(step, dist.get_rank())).backward()
-    assert [unit.launch for unit in synchronizer.plan.units] == [unit.launch for unit in plan.units]
+    assert [unit.launch for unit in attachment.plan.units] == [unit.launch for unit in plan.units]
     same = digest_of(p.grad for p in module.parameters()) == digest_of(p.grad for p in other.parameters())
-    synchronizer.close()
+    attachment.close()
     exact.close()
     return same
 

@@ -214,30 +214,30 @@ def test_steps_end_once_without_the_private_check_of_torch():
     values_of(run_ranks(2, without_the_check))
 
 
-def in_synchronizer(name: str, unused: bool) -> None:
+def in_module(name: str, unused: bool) -> None:
     module = build(name)
-    synchronizer = attach(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
+    attachment = attach(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
     heard = Heard(module)
-    synchronizer.on_step_end(heard)
+    attachment.on_step_end(heard)
     for step in range(3):
-        with synchronizer.no_sync():
+        with attachment.no_sync():
             module(module.batch(step, dist.get_rank())).backward()
         assert heard.times == step
         module(module.batch(step, dist.get_rank())).backward()
         assert heard.times == step + 1
         module.zero_grad()
-    assert synchronizer._frontend.kind is Frontend.MODULE
-    assert synchronizer.parameters() == dict(module.named_parameters())
-    synchronizer.close()
+    assert attachment._frontend.kind is Frontend.MODULE
+    assert attachment.parameters() == dict(module.named_parameters())
+    attachment.close()
 
 
-def in_synchronizers() -> None:
-    in_synchronizer("Mlp", False)
-    in_synchronizer("Branches", True)
+def in_modules() -> None:
+    in_module("Mlp", False)
+    in_module("Branches", True)
 
 
-def test_every_step_of_a_synchronizer_ends_once():
-    values_of(run_ranks(2, in_synchronizers))
+def test_every_step_of_a_module_ends_once():
+    values_of(run_ranks(2, in_modules))
 
 
 def raising(by_hook: bool) -> None:

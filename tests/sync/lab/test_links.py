@@ -164,6 +164,7 @@ def running(pid):
         return False
 
 
+@pytest.mark.slow
 def test_two_ranks_talk_over_links_of_the_rate(folder):
     with lab.links(lab.Network(2, "100mbit")) as made:
         assert made.run(script(folder, TALK), timeout_s=WAIT_S) == [0, 0]

@@ -1,4 +1,4 @@
-"""The launches of a plan: buckets of DDP and of synchronizers, and when they are complete."""
+"""The launches of a plan: buckets of DDP and of attachments to modules, and when they are complete."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_without_buckets_they_are_cut_as_ddp_cuts_them():
     assert shown(launches_of(plan_of(trace_of(3, 4)), trace_of(3, 4), Frontend.DDP)) == [("ab", 2.0)]
 
 
-def test_a_synchronizer_cuts_the_plan_from_its_end():
+def test_a_module_cuts_the_plan_from_its_end():
     trace = trace_of(MI, 5 * MI, 2 * MI)
     assert shown(launches_of(plan_of(trace), trace, Frontend.MODULE)) == [("ab", 2.0), ("c", 3.0)]
     merged = Plan((unit("c", 3 * MI, also=("a",)), unit("b", 5 * MI)))

@@ -84,7 +84,7 @@ def test_a_draft_has_each_tensor_once_in_the_launches_that_are_given(draft):
         plan_of(problem, draft_of_launches(draft, Option()))
 
 
-def test_launches_of_a_synchronizer_are_of_one_dtype_and_size():
+def test_launches_of_a_module_are_of_one_dtype_and_size():
     tensors = [TracedTensor(f"t{index}", 100, 0.0) for index in range(5)]
     tensors.append(TracedTensor("half", 100, 0.0, dtype=torch.bfloat16))
     problem = problem_of(ModelTrace("m", tuple(tensors), 0.0), Frontend.MODULE)

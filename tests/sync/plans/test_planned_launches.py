@@ -177,7 +177,7 @@ def test_a_launch_has_one_dtype():
 # -------------------------------------------------------------------- changed plans
 
 
-def test_plans_with_launches_are_for_the_synchronizer():
+def test_plans_with_launches_are_for_the_module():
     plan = Plan((unit("a", launch=0, message=2), unit("b", launch=1)), channels=2, prediction=PREDICTION)
     with pytest.raises(PlanError, match=r"frontend must be None or Frontend\.MODULE"):
         dataclasses.replace(plan, frontend=Frontend.DDP)

@@ -95,7 +95,7 @@ def busy_between(front: str) -> tuple[float, float]:
     return decision.measured_s, decision.none_s
 
 
-@pytest.mark.parametrize("front", ["ddp", "module"])
+@pytest.mark.parametrize("front", [pytest.param("ddp", marks=pytest.mark.slow), "module"])
 def test_trials_do_not_count_the_time_between_steps(front):
     for measured_s, none_s in values_of(run_ranks(2, busy_between, front)):
         assert max(measured_s, none_s) < 0.05

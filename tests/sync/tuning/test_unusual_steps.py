@@ -60,7 +60,7 @@ MODES: dict[str, tuple[str, dict[str, bool]]] = {
     "freezing": ("Branches", {"find_unused_parameters": True}),
     "64 bits": ("Mlp", {}),
     "module": ("Mlp", {}),
-    "unused in synchronizer": ("Branches", {"find_unused_parameters": True}),
+    "unused in module": ("Branches", {"find_unused_parameters": True}),
 }
 
 
