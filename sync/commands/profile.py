@@ -9,11 +9,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
+
+from gckernels.ops import Identity
+
+from ..planner.machines.machine import MachineError, has_prices
 from ..planner.machines.profile import Profile
 from ..planner.machines.profile_json import profile_to_json
 from ..plans.numbers import duration, percent, three_digits
-from ..profiling import profile_cache
-from ..profiling.request import measured_or_kept
+from ..profiling import request
+from ..programs.steps import AllGather, AllReduce, Level, Place
 from .common.console import Console, is_first_rank
 from .common.files import write
 from .common.inputs import methods_of
@@ -21,7 +26,7 @@ from .common.outcome import Exit, bad_data, wrong_use
 from .common.tables import table
 from .verbs import add_json_argument, add_output_argument
 
-_AGAIN = "measure again with --no-cache, with nothing else running"
+_AGAIN = "measure again, with nothing else running"
 _START = "torchrun --nproc-per-node 2 -m gckernels profile -o machine.json"
 
 
@@ -43,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machines", type=int, help="number of machines, if ranks share some (default: every rank is a machine)"
     )
-    parser.add_argument("--no-cache", action="store_true", help="measure again, and do not keep the result")
     add_json_argument(parser)
 
 
@@ -63,30 +67,21 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend)
-    measured = []
 
     def progress(share: float, name: str) -> None:
-        measured.append(name)
         if sys.stderr.isatty():
             console.progress(share, name)
         else:
             console.note(f"{share:.0%} {name}")
 
     try:
-        profile = measured_or_kept(
-            given.seconds,
-            methods,
-            topology=_topology(given.machines, dist.get_world_size()),
-            cache=not given.no_cache,
-            progress=progress,
-        )
+        topology = _topology(given.machines, dist.get_world_size())
+        profile = request.profile(given.seconds, methods, topology=topology, progress=progress)
     except (TypeError, ValueError) as error:
         raise wrong_use(error, "gckernels profile --help lists the arguments") from None
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
-    if not measured:
-        console.note(f"kept since {profile.stamp.date}; --no-cache measures again")
     if given.output is not None and is_first_rank():
         write(given.output, json.dumps(profile_to_json(profile), indent=1) + "\n")
     console.record(profile_to_json(profile))
@@ -95,10 +90,23 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
         console.note(f"doubtful: {each}")
     if profile.refused:
         raise bad_data(f"plans do not use {', '.join(profile.refused)}", _AGAIN)
-    if not profile_cache.is_complete(profile, ()):
+    if not _has_what_every_plan_needs(profile):
         lacks = "plans cannot be made of it: it lacks prices that every plan needs, of averages, gathering or copies"
         raise bad_data(lacks, f"{_AGAIN} or with more --seconds")
     return Exit.OK
+
+
+def _has_what_every_plan_needs(profile: Profile) -> bool:
+    """Whether there are prices of averages, gathering, copies and ``Identity``. Parts that were left out have none, and
+    neither have measurements that disagree because something else was running."""
+    one = np.ones(1)
+    try:
+        for step in (AllReduce, AllGather):
+            profile.collective(step.__name__, Level.FLAT, Place.DEVICE, one)
+        profile.copy(profile.computes_on, one)
+    except MachineError:
+        return False
+    return has_prices(profile, Identity())
 
 
 def _topology(machines: int | None, world_size: int) -> tuple[int, int] | None:

@@ -220,20 +220,6 @@ def keep_source(name: str, text: str) -> str:
     return where
 
 
-def own_text(name: str) -> str | None:
-    """The text of a file in the user's folder; ``None`` if there is none, or another user could have written it."""
-    descriptor, path, _ = _open_users()
-    if descriptor is None:
-        return None
-    try:
-        content = ProgramCache(descriptor, path)._own_content(name)
-        return None if content is None else content.decode()
-    except ValueError:  # no text
-        return None
-    finally:
-        os.close(descriptor)
-
-
 def _users_path() -> Path:
     chosen = os.environ.get("GCKERNELS_CACHE")
     if chosen:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from test_caveats import write_profile
 
 from command_files import run_text
-from gckernels.sync.commands import profile as command
 from gckernels.sync.planner.machines.profile_json import profile_from_json
+from gckernels.sync.profiling import request
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    return lambda profile: monkeypatch.setattr(command, "measured_or_kept", lambda *arguments, **options: profile)
+    return lambda profile: monkeypatch.setattr(request, "profile", lambda *arguments, **options: profile)
 
 
 def measured(folder, *specs, worse=()):

@@ -261,7 +261,11 @@ def building(program: Program, topology: Topology, layers: int, max_numel: int |
     return calls(work)
 
 
-@pytest.mark.parametrize("program", ["allgather", "alltoall", "hierarchical", "parameter server", "ring"])
+FEW = ["alltoall", "hierarchical"]
+MORE = [pytest.param(each, marks=pytest.mark.slow) for each in ("allgather", "parameter server")]
+
+
+@pytest.mark.parametrize("program", [*FEW, "ring", *MORE])
 def test_work_grows_with_the_number_of_units(program):
     few, many = (building(*CASES[program], layers) for layers in (8, 32))
     assert 2 < many / few < 5  # for four times the units; work done once, or per bucket, lowers the ratio
@@ -272,7 +276,7 @@ def test_work_grows_with_the_number_of_parts():
     assert 2 < many / few < 5
 
 
-@pytest.mark.parametrize("program", ["allgather", "alltoall", "hierarchical", "parameter server"])
+@pytest.mark.parametrize("program", [*FEW, *MORE])
 def test_work_does_not_grow_with_the_number_of_ranks(program):
     steps, _ = CASES[program]
     few, many = (building(steps, Topology(machines, 8), 8) for machines in (2, 128))
