@@ -80,11 +80,6 @@ class PayloadLayout:
         stop = field.offset + field.count * field.dtype.itemsize
         return payload[..., field.offset : stop].view(field.dtype)
 
-    def zero_tail(self, payload: torch.Tensor, name: str, used: int) -> None:
-        """Zero field ``name`` of ``payload`` ``[..., nbytes]`` after its first ``used`` values, padding included."""
-        field = self[name]
-        payload[..., field.offset + used * field.dtype.itemsize : field.offset + field.nbytes] = 0
-
     def new(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new payload ``uint8 [nbytes]`` with a valid status word and all fields zero."""
         payload = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
@@ -102,13 +97,6 @@ def store_floats(field: torch.Tensor, values: torch.Tensor) -> None:
         field.view(torch.int16).masked_fill_(values.isnan(), 0x7FC0)
     else:
         field.masked_fill_(values.isnan(), torch.nan)
-
-
-def write_header(payload: torch.Tensor) -> None:
-    """Write the header, status word and zeros, into ``payload`` ``[..., nbytes]``."""
-    header = payload[..., :HEADER_NBYTES].view(torch.int32)
-    header[..., 0] = STATUS_OK
-    header[..., 1:] = 0
 
 
 def status_ok(payload: torch.Tensor) -> torch.Tensor:

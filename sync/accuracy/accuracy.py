@@ -232,11 +232,6 @@ def relative_error(plan: Plan, trace: ModelTrace) -> float:
     return math.sqrt(left / total) if total else 0.0
 
 
-def has_measured_errors(trace: ModelTrace) -> bool:
-    """Whether the trace has errors of compressors. Otherwise all of them are assumed."""
-    return any(tensor.errors for tensor in trace.tensors)
-
-
 def error_on(tensor: TracedTensor, method: Compressor) -> RelativeError | None:
     """The relative error of a method on a tensor, measured if the trace has it; ``None`` if it is not known.
 

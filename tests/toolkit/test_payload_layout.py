@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from gckernels.toolkit.payload import HEADER_NBYTES, STATUS_OK, PayloadLayout, round_up, status_ok, write_header
+from gckernels.toolkit.payload import HEADER_NBYTES, STATUS_OK, PayloadLayout, round_up, status_ok
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.int32, torch.float32]
 FIELDS = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 100)), max_size=5)
@@ -61,18 +61,6 @@ def test_views_see_their_field_and_nothing_else(fields, rows, data):
         payload.zero_()
 
 
-@given(FIELDS, st.data())
-def test_zero_tail(fields, data):
-    layout = layout_of(fields)
-    for field in layout.fields:
-        payload = torch.full((2, layout.nbytes), 0xFF, dtype=torch.uint8)
-        used = data.draw(st.integers(0, field.count))
-        layout.zero_tail(payload, field.name, used)
-        zeroed = (payload[0] == 0).nonzero().flatten().tolist()
-        assert zeroed == list(range(field.offset + used * field.dtype.itemsize, field.offset + field.nbytes))
-        assert torch.equal(payload[0], payload[1])
-
-
 @given(FIELDS)
 def test_new_has_a_good_header_and_zeros(fields):
     payload = layout_of(fields).new()
@@ -85,11 +73,9 @@ def test_new_has_a_good_header_and_zeros(fields):
 def test_headers_of_many(shape):
     payloads = torch.full(shape, 0xFF, dtype=torch.uint8)
     assert not status_ok(payloads).any()
-    write_header(payloads)
+    payloads[..., :4].view(torch.int32)[..., 0] = STATUS_OK
     assert status_ok(payloads).all()
     assert status_ok(payloads).shape == shape[:-1]
-    assert not payloads[..., 4:16].any()
-    assert (payloads[..., 16:] == 0xFF).all()
 
 
 @pytest.mark.parametrize("bit", range(32))

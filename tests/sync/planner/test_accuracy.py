@@ -22,7 +22,6 @@ from gckernels.sync.accuracy.accuracy import (
     allowed_compressors,
     candidates_by_default,
     error_on,
-    has_measured_errors,
     is_safe,
     relative_error,
     start_step,
@@ -113,7 +112,6 @@ def test_measured_errors_decide():
     errors = {str(TopK()): 0.1, "EFSignSGD": 0.95, "BlockQuant": 0.3, "QSGD": 0.1, "Cast16": 0.02, "NotHere": 0.0}
     measured = tensor("weight", errors=errors)
     trace = trace_of(measured, tensor("other"))
-    assert has_measured_errors(trace) and not has_measured_errors(UNMEASURED)
     safe, aggressive = (allowed_compressors(trace, accuracy) for accuracy in ("safe", "aggressive"))
     assert set(safe["weight"]) == {TopK(), QSGD()}, "QSGD is unbiased; Cast16 is neither that nor precise here"
     assert set(aggressive["weight"]) == {TopK(), QSGD(), BlockQuant()}
