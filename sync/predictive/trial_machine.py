@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -178,7 +179,7 @@ class TrialMachine:
     def codec(
         self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
-        fit = self.codecs.get((work.value, str(unfitted(compressor))), self._usual_codec)
+        fit = self.codecs.get((work.value, str(unfitted(compressor)))) or self._usual_codec
         seconds = (np.asarray(units) > 0) * fit.launch_s
         seconds = seconds + elements * moved_nbytes_per_element(work, compressor, sources) * fit.byte_s
         return Price(seconds, {self.computes_on: seconds})
@@ -187,7 +188,7 @@ class TrialMachine:
         seconds = self._usual_codec.launch_s + 2 * np.asarray(nbytes, dtype=np.float64) * self._usual_codec.byte_s
         return Price(seconds, {resource: seconds})
 
-    @property
+    @functools.cached_property
     def _usual_codec(self) -> CodecFit:
         return CodecFit.usual(self.codecs.values())
 
