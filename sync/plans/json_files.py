@@ -156,18 +156,22 @@ class Entry:
         return Entry(value, self.file, self.error, self.remedy, path)
 
 
-def parsed(text: str | bytes, file: str, error: type[ValueError], remedy: str) -> Entry:
+def parsed(text: str | bytes, file: str, kind: str, error: type[ValueError], remedy: str) -> Entry:
     """The document in a JSON text.
 
     Args:
         text: the text; bytes are UTF-8.
         file: its name, for errors.
+        kind: the noun for what it describes, such as ``"trace"``.
         error: the class of errors.
         remedy: the end of every message: what to do.
 
     Raises:
-        ValueError: it is no JSON, has a key twice, or is nested too deeply. The error is of the class ``error``.
+        ValueError: it has more than :data:`MAX_NBYTES`, is no JSON, has a key twice, or is nested too deeply. The error
+            is of the class ``error``.
     """
+    if len(text) > MAX_NBYTES:
+        raise error(f"{file}: more than {MAX_NBYTES >> 20} MiB, no {kind} is as large; {remedy}")
     try:
         value = json.loads(
             text if isinstance(text, str) else text.decode("utf-8-sig"),

@@ -115,7 +115,5 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid.
         """
-        if len(text) > MAX_NBYTES:
-            raise TraceError(f"{file}: more than {MAX_NBYTES >> 20} MiB, no trace is as large; {_REMEDY}")
-        document = parsed(text, file, TraceError, _REMEDY)
+        document = parsed(text, file, "trace", TraceError, _REMEDY)
         return ModelTrace(**(published_fields(document) if is_published(document) else fields_of(document)))

@@ -69,9 +69,7 @@ def machine_from_text(text: str | bytes, file: str) -> Machine:
     Raises:
         MachineError: the text is not valid.
     """
-    if len(text) > MAX_NBYTES:
-        raise MachineError(f"{file}: more than {MAX_NBYTES >> 20} MiB, no machine is as large; {_REMEDY}")
-    document = parsed(text, file, MachineError, _REMEDY)
+    document = parsed(text, file, "machine", MachineError, _REMEDY)
     readers: dict[str, Callable[[Entry], Machine]] = {
         DESCRIPTION_FORMAT: description_from_json,
         PROFILE_FORMAT: _profile,
