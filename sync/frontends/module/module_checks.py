@@ -50,8 +50,9 @@ def checked_plan(model: torch.nn.Module, request: Request, options: ModuleOption
         found = ", ".join(sorted(map(str, devices)))
         raise ValueError(f"attach: model must be on one device, its parameters are on {found}")
     refuse_steps_in_backward("attach", parameters)
-    refuse_claimed("attach", _planned(request.plan, parameters))
-    refuse_wrapped("attach", _planned(request.plan, parameters))
+    planned = _planned(request.plan, parameters)
+    refuse_claimed("attach", planned)
+    refuse_wrapped("attach", planned)
     options.check()
     return fitting(request, options, parameters)
 
