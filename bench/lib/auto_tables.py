@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
 from bench.lib.contenders import AGGRESSIVE, SAFE
 from bench.lib.record import RESULTS, read_csv
-from bench.lib.rounds import markdown
+from bench.lib.rounds import markdown, markdown_of_cells
 from bench.lib.step_tables import arm_name, bits_per_s, network_name, rate_name, short_time
 from bench.lib.verdicts import best_of
 
@@ -96,8 +96,8 @@ def race_table(path: Path = RACE) -> str:
         for arm in (f"race, {SAFE}", f"auto, {SAFE}"):
             cells += [f"**{_ratio(arms, arm)}**", arms[arm]["decision"].partition(":")[0].removeprefix("step ")]
         cells += [short_time(arms[f"auto, {SAFE}"]["attach_s"]), arms[f"auto, {SAFE}"]["chosen"]]
-        lines.append([*cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
+        lines.append(cells)
+    return markdown_of_cells(head, lines)
 
 
 def _cells(rows: Iterable[StepRow]) -> list[tuple[Where, dict[str, StepRow]]]:

@@ -49,5 +49,9 @@ def ratio_columns(values: Sequence[float], baseline: Sequence[float], what: str)
 
 def markdown(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """The given columns of ``rows`` as a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *([str(row[column]) for column in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_of_cells(columns, ([str(row[column]) for column in columns] for row in rows))
+
+
+def markdown_of_cells(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose columns may share names."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
