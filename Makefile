@@ -96,9 +96,8 @@ kernel-report: $(INSTALLED) ## registers, instructions, busy pipes, ... of every
 convergence: $(INSTALLED) ## train with every compressor, compare with none; tens of minutes
 	$(VENV_PYTHON) -m bench.training.convergence
 
-bench-kernels: $(INSTALLED) ## the compressors alone: a table and a picture
+bench-kernels: $(INSTALLED) ## the compressors alone: bandwidths of encoding and decoding
 	$(VENV_PYTHON) -m bench.kernels.microbench
-	$(VENV_PYTHON) -m bench.plot roofline bench/results/cpu/microbench.csv
 
 .PHONY: bench-planner
 bench-planner: $(INSTALLED) ## selection times and predicted steps of all policies on published traces; minutes
@@ -118,7 +117,6 @@ bench-auto: $(INSTALLED) ## attachments that choose their plan against everythin
 	$(VENV_PYTHON) -m bench.sync.drift --resume
 	$(VENV_PYTHON) -m bench.training.time_to_accuracy --resume
 	$(VENV_PYTHON) -m bench.training.time_to_accuracy --table
-	$(VENV_PYTHON) -m bench.sync.auto --verdicts
 
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything
 # is installed through constraints.txt, so that two machines get the same versions.

@@ -1,7 +1,6 @@
 """Plots of measurements, drawn only from the files under ``bench/results/``.
 
 python -m bench.plot convergence bench/results/cpu/convergence.csv    # convergence.png, beside the file
-python -m bench.plot roofline bench/results/cpu/microbench.csv        # roofline.png
 python -m bench.plot speedup --model transformer_10m                  # steps_transformer_10m.png, from steps.csv
 """
 
@@ -18,8 +17,6 @@ def main() -> None:
     commands = parser.add_subparsers(dest="picture", required=True)
     convergence = commands.add_parser("convergence", help="accuracy against bytes sent, with the Pareto front")
     convergence.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "convergence.csv")
-    roofline = commands.add_parser("roofline", help="encode and decode against the copy, by size")
-    roofline.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "microbench.csv")
     speedup = commands.add_parser("speedup", help="training steps against plain DDP's, by the rate of the links")
     speedup.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "steps.csv")
     speedup.add_argument("--model", default="transformer_10m")
@@ -28,16 +25,10 @@ def main() -> None:
         from bench.lib.pareto import draw_convergence
 
         print("written:", draw_convergence(options.csv).name)
-    elif options.picture == "speedup":
+    else:
         from bench.lib.speedup import draw_speedup
 
         print("written:", draw_speedup(options.csv, options.model).name)
-    else:
-        from bench.lib.roofline import roofline as draw_roofline
-
-        picture = options.csv.with_name("roofline.png")
-        draw_roofline(options.csv, picture)
-        print("written:", picture.name)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ The parts and the files that they write, the most important part first:
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -29,6 +30,7 @@ from bench.kernels import batch, gpu_kernels, powersgd, topk
 from bench.lib.budget import Budget
 from bench.lib.cases import FUSED, Case
 from bench.lib.record import read_csv
+from bench.lib.sweep import Sweep
 from bench.lib.timings import KEY, Recorder
 from harness.machine_code.launches import launches_of_powersgd
 
@@ -72,36 +74,30 @@ def _notes(rows: list[dict[str, str]]) -> list[str]:
     return lines + [f"{row['compressor']} {row['direction']} {row['numel']}: {row['note'][:200]}" for row in failed[:8]]
 
 
-def _table(rows: list[dict[str, object]], columns: tuple[str, ...]) -> Result:
-    lines = ["  ".join(f"{row[column]!s:<14}" for column in columns).rstrip() for row in rows]
-    return Result(bool(rows), [f"{len(rows)} rows", "  ".join(f"{column:<14}" for column in columns).rstrip(), *lines])
+def swept(sweep: Sweep, *columns: str) -> Callable[[Budget], Result]:
+    """The work of a part: a function that measures a sweep; its result is a table of these columns."""
+
+    def work(budget: Budget) -> Result:
+        rows = sweep.measure(torch.device("cuda"), budget)
+        lines = [columns, *([str(row[column]) for column in columns] for row in rows)]
+        return Result(
+            bool(rows), [f"{len(rows)} rows", *("  ".join(map("{:<14}".format, each)).rstrip() for each in lines)]
+        )
+
+    return work
 
 
-def topk_part(budget: Budget) -> Result:
-    """Measure sparsifiers against ``torch.topk``."""
-    rows = topk.measure(torch.device("cuda"), budget)
-    return _table(rows, ("compressor", "median_s", "torch_topk_s", "times_as_fast"))
-
-
-def batch_part(budget: Budget) -> Result:
-    """Measure a step over all units of a model."""
-    rows = batch.measure(torch.device("cuda"), budget)
-    return _table(rows, ("compressor", "units", "arm", "median_host_s", "median_s"))
-
-
-def powersgd_part(budget: Budget) -> Result:
-    """Measure the stages of PowerSGD."""
-    rows = powersgd.measure(torch.device("cuda"), budget)
-    return _table(rows, ("rows", "cols", "rank", "median_s", "products_s", "ratio"))
-
+TOPK = swept(topk.SWEEP, "compressor", "median_s", "torch_topk_s", "times_as_fast")
+BATCH = swept(batch.SWEEP, "compressor", "units", "arm", "median_host_s", "median_s")
+POWERSGD = swept(powersgd.SWEEP, "rows", "cols", "rank", "median_s", "products_s", "ratio")
 
 PARTS = (
     Part("compile", compile_kernels, max_s=70),
     Part("kernels", kernels, max_s=230, min_s=30),
-    Part("topk", topk_part, max_s=30, min_s=15),
+    Part("topk", TOPK, max_s=30, min_s=15),
     Part("peers", peers, max_s=110, min_s=30),
-    Part("batch", batch_part, max_s=40, min_s=15),
-    Part("powersgd", powersgd_part, max_s=50, min_s=15),
+    Part("batch", BATCH, max_s=40, min_s=15),
+    Part("powersgd", POWERSGD, max_s=50, min_s=15),
     Part("profile", counters.profile, max_s=300, on_request=True),
     Part("calls", counters.run_calls, max_s=60, on_request=True),
 )

@@ -13,7 +13,8 @@ without waiting for the device; ``median_s`` is the time until all work is done.
 
 from __future__ import annotations
 
-import argparse
+import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -23,8 +24,8 @@ import torch
 
 import gckernels
 from bench.lib import resnet50
-from bench.lib.budget import Budget
-from bench.lib.record import merge_csv
+from bench.lib.rounds import take_turns
+from bench.lib.sweep import Row, Sweep
 from gckernels.batch import bind_decodes, bind_encodes
 from gckernels.codec import Decoding, Encoding
 
@@ -32,7 +33,6 @@ SPECS = ("BlockQuant", "EFSignSGD", "TernGrad", "Identity", "TopK")
 ROUNDS, WARM_UP = 25, 3
 SMALL = 2**14
 SETS = {"all": 2**30, "small": SMALL}
-KEY = ("compressor", "units", "arm", "threads")
 
 
 @dataclass(frozen=True)
@@ -88,19 +88,14 @@ def arms(compressor: gckernels.Codec, sizes: list[int], device: torch.device) ->
     return {"one by one": one_by_one, "bound": bound}
 
 
-def compared(spec: str, units: str, device: torch.device) -> list[dict[str, object]]:
+def compared(spec: str, units: str, device: torch.device) -> list[Row]:
     """A row of results per variant, for one compressor and the set of units named ``units``."""
     compressor = gckernels.from_spec(spec)
     assert isinstance(compressor, gckernels.Codec)
     sizes = [numel for numel in resnet50.sizes() if numel < SETS[units]]
-    steps = arms(compressor, sizes, device)
-    times_by_arm: dict[str, list[Times]] = {name: [] for name in steps}
-    for round_ in range(WARM_UP + ROUNDS):
-        for name in list(steps) if round_ % 2 else reversed(steps):
-            times = timed(steps[name], device)
-            if round_ >= WARM_UP:
-                times_by_arm[name].append(times)
-    rows = []
+    steps = {name: functools.partial(timed, step, device) for name, step in arms(compressor, sizes, device).items()}
+    times_by_arm = take_turns(steps, ROUNDS, WARM_UP)
+    rows: list[Row] = []
     for name, each in times_by_arm.items():
         pairs = list(zip(times_by_arm["one by one"], each, strict=True))
         rows.append(
@@ -121,25 +116,15 @@ def compared(spec: str, units: str, device: torch.device) -> list[dict[str, obje
     return rows
 
 
-def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
-    """Measure all compressors, writing every row immediately; returns the rows."""
-    rows: list[dict[str, object]] = []
-    for threads in sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [torch.get_num_threads()]:
-        torch.set_num_threads(threads)
-        for spec in SPECS:
-            for units in SETS:
-                if budget.allows(f"{spec} {units}", 5.0):
-                    rows += compared(spec, units, device)
-                    merge_csv("batch", device, rows[-2:], KEY)
-                    print(*rows[-2:], sep="\n", flush=True)
-    return rows
+def cases(device: torch.device) -> dict[str, Callable[[], list[Row]]]:
+    """The comparisons of all compressors and sets of units, by name."""
+    return {
+        f"{spec} {units}": functools.partial(compared, spec, units, device)
+        for spec, units in itertools.product(SPECS, SETS)
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    measure(torch.device(parser.parse_args().device), Budget.of_this_process())
-
+SWEEP = Sweep("batch", ("compressor", "units", "arm", "threads"), cases, case_s=5.0)
 
 if __name__ == "__main__":
-    main()
+    SWEEP.main(__doc__)

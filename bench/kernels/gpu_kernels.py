@@ -103,23 +103,12 @@ class Bench:
         for number, case in enumerate(cases[first:], first):
             if budget.left_s < (PEER_S if case.implementation in (COMPILED, *PEERS) else CASE_S):
                 skipped += 1
-            elif is_broken(self.measure(case)):
+            elif is_broken(self.recorder.measure(case, "", functools.partial(self._time, case))):
                 sys.stdout.flush()
                 os.environ |= {_FIRST: str(number + 1)} | budget.environment()
                 os.execv(sys.executable, [sys.executable, *python_arguments(sys.argv[0]), *sys.argv[1:]])
         if skipped:
             budget.left_out.append(f"{skipped} of {len(cases)} cases")
-
-    def measure(self, case: Case) -> str:
-        """Add the row of ``case``, and return its note: why there is no timing, otherwise the empty string."""
-        note, timing = self.recorder.shortage(case) or "", None
-        if not note:
-            try:
-                timing = self._time(case)
-            except Exception as error:  # after any error, other cases can still be measured
-                note = "not measured: " + f"{type(error).__name__}: {error}".partition("\n")[0]
-        self.recorder.add(case, "", timing, note)
-        return note
 
     def _time(self, case: Case) -> Timing:
         copy_nbytes = _rounded(case.moved_nbytes)

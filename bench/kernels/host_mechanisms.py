@@ -29,7 +29,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,12 +38,12 @@ import torch
 
 from bench.lib.cases import EAGER, FUSED, YARDSTICK_NUMEL, Case, yardstick
 from bench.lib.record import merge_csv
+from bench.lib.rounds import CPU, seconds
 from bench.lib.sizes import parse_numel
 from gckernels.toolkit.host import library
 from gckernels.toolkit.quantizer import host as quantizer_host
 
 TILE = 2**14  # elements; 64 KiB, so that all arrays of a tile fit the second-level cache
-CPU = torch.device("cpu")
 KEY = ("numel", "threads", "compressor", "direction", "mechanism")  # columns that identify a row
 Calls = dict[str, Callable[[], Any]]  # by direction
 
@@ -175,12 +174,6 @@ def compiled_calls(work: Work, buffers: Buffers) -> Calls:
         "encode": lambda: encode(b.grad, b.residual, b.scales, b.codes),
         "decode": lambda: decode(b.scales, b.codes, b.out),
     }
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def measure(work: Work, numel: int, threads: int, num_rounds: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Throughput of encode and decode, relative to the bandwidth of a copy measured at the same time.
 
-    python -m bench.kernels.microbench                                        # the host path, timed by pytest-benchmark
+    python -m bench.kernels.microbench                                        # the host path
     python -m bench.kernels.microbench --device cuda                          # the kernels, as in make bench-gpu
     python -m bench.kernels.microbench --compressors EFSignSGD --sizes 4Mi    # replaces just these rows of the results
 
@@ -33,6 +33,9 @@ from collections.abc import Sequence
 import torch
 
 import gckernels
+from bench.kernels import host_kernels
+from bench.kernels.gpu_kernels import Bench, bandwidth_cases, directions
+from bench.lib.budget import Budget
 from bench.lib.cases import HOST_NUMEL, all_cases, all_specs
 from bench.lib.sizes import parse_numel
 from bench.lib.timings import Recorder
@@ -53,18 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     code = 0
     if device.type == "cuda":
-        from bench.kernels.gpu_kernels import Bench, bandwidth_cases, directions
-        from bench.lib.budget import Budget
-
         cases = bandwidth_cases()
         if options.sizes:
             cases = [case for numel in options.sizes for spec in specs for case in directions(spec, numel, "float32")]
         Bench(recorder).run([case for case in cases if case.spec in ("copy", *specs)], Budget.of_this_process())
     else:
-        # needs pytest-benchmark, which a machine with a GPU may lack
-        from bench.kernels.host_kernels import run_on_host
-
-        code = run_on_host(all_cases(specs, options.sizes or HOST_NUMEL), recorder)
+        code = host_kernels.run(all_cases(specs, options.sizes or HOST_NUMEL), recorder)
     print("written:", recorder.path.name)
     return code
 

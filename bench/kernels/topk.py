@@ -11,23 +11,20 @@ events after the residual has been zeroed and the L2 cache flushed. Writes ``ben
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import gckernels
-from bench.lib.budget import Budget
 from bench.lib.card import Card
-from bench.lib.record import merge_csv
+from bench.lib.rounds import seconds
+from bench.lib.sweep import Row, Sweep
 
 NUMEL, RATIO, ROUNDS = 25_000_000, 0.01, 9
 SPECS = ("TopK", "MSTopK", "GradDrop", "DGC", "Threshold(tau=2.575, ratio=0.01)", "ChunkTopK(chunk=1024, k=8)")
-KEY = ("compressor", "numel", "threads")
 
 Call = Callable[[], object]
 
@@ -35,13 +32,11 @@ Call = Callable[[], object]
 def timed_on_host(calls: Sequence[Call], before: Call) -> list[Callable[[], float]]:
     """For each of ``calls``, a function that calls ``before``, then the call, and returns the seconds of the latter."""
 
-    def seconds(call: Call) -> float:
+    def timed(call: Call) -> float:
         before()
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
+        return seconds(call)
 
-    return [functools.partial(seconds, call) for call in calls]
+    return [functools.partial(timed, call) for call in calls]
 
 
 def timed_on_gpu(calls: Sequence[Call], before: Call) -> list[Callable[[], float]]:
@@ -52,13 +47,13 @@ def timed_on_gpu(calls: Sequence[Call], before: Call) -> list[Callable[[], float
         before()
         card.clean_l2()
 
-    def seconds(work: Any) -> float:
+    def timed(work: Any) -> float:
         return card.seconds(work, 1, ready)[0]
 
-    return [functools.partial(seconds, card.repeated([call])[0]) for call in calls]
+    return [functools.partial(timed, card.repeated([call])[0]) for call in calls]
 
 
-def compared(spec: str, device: torch.device) -> dict[str, object]:
+def compared(spec: str, device: torch.device) -> list[Row]:
     """A row of the table: one sparsifier against ``torch.topk``."""
     compressor = gckernels.from_spec(spec)
     assert isinstance(compressor, gckernels.Codec)
@@ -77,35 +72,17 @@ def compared(spec: str, device: torch.device) -> dict[str, object]:
     clocks = timed((ours, theirs), residual.zero_)  # the same work every time
     rounds = [[clock() for clock in clocks] for _ in range(1 + ROUNDS)][1:]
     ours_s, theirs_s = map(statistics.median, zip(*rounds, strict=True))
-    return {
-        "compressor": spec,
-        "numel": NUMEL,
-        "ratio": RATIO,
-        "threads": torch.get_num_threads(),
-        "median_s": f"{ours_s:.6f}",
-        "torch_topk_s": f"{theirs_s:.6f}",
-        "times_as_fast": f"{statistics.median(b / a for a, b in rounds):.2f}",
-    }
+    row = {"compressor": spec, "numel": NUMEL, "ratio": RATIO, "threads": torch.get_num_threads()}
+    row |= {"median_s": f"{ours_s:.6f}", "torch_topk_s": f"{theirs_s:.6f}"}
+    return [row | {"times_as_fast": f"{statistics.median(b / a for a, b in rounds):.2f}"}]
 
 
-def measure(device: torch.device, budget: Budget) -> list[dict[str, object]]:
-    """Measure all sparsifiers, writing every row immediately; returns the rows."""
-    rows = []
-    for threads in sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [torch.get_num_threads()]:
-        torch.set_num_threads(threads)
-        for spec in SPECS:
-            if budget.allows(spec, 2.0):
-                rows.append(compared(spec, device))
-                merge_csv("topk", device, rows[-1:], KEY)
-                print(rows[-1], flush=True)
-    return rows
+def cases(device: torch.device) -> dict[str, Callable[[], list[Row]]]:
+    """The comparisons of all sparsifiers, by name."""
+    return {spec: functools.partial(compared, spec, device) for spec in SPECS}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    measure(torch.device(parser.parse_args().device), Budget.of_this_process())
-
+SWEEP = Sweep("topk", ("compressor", "numel", "threads"), cases, case_s=2.0)
 
 if __name__ == "__main__":
-    main()
+    SWEEP.main(__doc__)

@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 
-from bench.kernels.host_kernels import SETTLE_S, seconds
 from bench.lib.cases import FUSED, YARDSTICK_NUMEL, Case, yardstick
 from bench.lib.record import write_csv
-from bench.lib.rounds import markdown
+from bench.lib.rounds import SETTLE_S, markdown, seconds
 from gckernels.toolkit.host import library
 from gckernels.toolkit.quantizer.host import program
 

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
-from bench.lib.contenders import AGGRESSIVE, SAFE
+from bench.lib.contenders import AGGRESSIVE, SAFE, rivals_of
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown, markdown_of_cells
 from bench.lib.step_tables import arm_name, bits_per_s, network_name, rate_name, short_time
-from bench.lib.verdicts import best_of
 
 PATH = RESULTS / "cpu" / "auto.csv"
 RACE = RESULTS / "cpu" / "race.csv"
@@ -56,7 +55,7 @@ def steps_table(path: Path = PATH, only: Collection[Where] = ()) -> str:
         line |= {name: _ratio(arms, hook) for name, hook in HOOKS.items()}
         for accuracy in (SAFE, AGGRESSIVE):
             if (auto := f"auto, {accuracy}") in arms:
-                best = best_of(arms, auto)
+                best = _best_of(arms, auto)
                 line[f"`auto`, {accuracy}"] = f"**{_ratio(arms, auto)}**"
                 line[f"best other, {accuracy}"] = f"{_ratio(arms, best)} {arm_name(best)}"
         lines.append(line)
@@ -98,6 +97,12 @@ def race_table(path: Path = RACE) -> str:
         cells += [short_time(arms[f"auto, {SAFE}"]["attach_s"]), arms[f"auto, {SAFE}"]["chosen"]]
         lines.append(cells)
     return markdown_of_cells(head, lines)
+
+
+def _best_of(arms: Mapping[str, StepRow], arm: str) -> str:
+    """The fastest of the other arms that are at least as accurate."""
+    rivals = rivals_of(arm, {name: row["accuracy"] for name, row in arms.items()})
+    return min(rivals, key=lambda name: float(arms[name]["ratio_to_plain"]))
 
 
 def _cells(rows: Iterable[StepRow]) -> list[tuple[Where, dict[str, StepRow]]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import torch.distributed as dist
 
@@ -155,8 +154,3 @@ def _short(method: gckernels.Compressor) -> str:
     given = {each.name: getattr(method, each.name) for each in fields if getattr(method, each.name) != each.default}
     changed = [f"{name}={value}" for name, value in given.items()]
     return f"{method.name}({', '.join(changed)})" if changed else method.name
-
-
-def pieces(arms: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """``arms`` cut into pieces of at most ``size``."""
-    return [arms[first : first + size] for first in range(0, len(arms), size)]

@@ -6,16 +6,21 @@ The speed of a machine drifts, and other work on it comes and goes; both affect 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
 
+CPU = torch.device("cpu")
+SETTLE_S = 0.02  # OpenMP's threads, which copy, spin for milliseconds, on the cores of the host path's threads
+
 
 def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
-    """Call every arm once in each round, in alternating order, on every rank after a barrier.
+    """Call every arm once in each round, in alternating order; on every rank after a barrier, if there are ranks.
 
     Args:
         arms: functions by name, with the same names on all ranks.
@@ -28,11 +33,21 @@ def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -
     results: dict[str, list[T]] = {name: [] for name in arms}
     for round_ in range(warm_up + rounds):
         for name in list(arms) if round_ % 2 else reversed(list(arms)):
-            dist.barrier()
+            if dist.is_initialized():
+                dist.barrier()
             result = arms[name]()
             if round_ >= warm_up:
                 results[name].append(result)
     return results
+
+
+def seconds(call: Callable[[], object], device: torch.device = CPU) -> float:
+    """Seconds until the work of one call is done."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def ratio_columns(values: Sequence[float], baseline: Sequence[float], what: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,24 @@ class Recorder:
         self.peers_s: dict[tuple[Case, int | str], float] = {}  # medians of the references, by case and threads
         self.free_nbytes = free_nbytes(device) - RESERVE_NBYTES  # before anything is allocated
 
-    def shortage(self, case: Case) -> str | None:
-        """Why memory is too short to measure ``case``; ``None`` if it is not."""
-        if case.held_nbytes <= self.free_nbytes:
-            return None
-        needed, free = case.held_nbytes / 2**30, self.free_nbytes / 2**30
-        return f"not measured: needs {needed:.1f} GiB, but {free:.1f} GiB are free"
+    def measure(self, case: Case, threads: int | str, timed: Callable[[], Timing]) -> str:
+        """Write the row of ``case``, whose times ``timed`` returns.
+
+        Returns:
+            Its note: why there is no timing, because memory is too short or because of an error; otherwise the empty
+            string.
+        """
+        note, timing = "", None
+        if case.held_nbytes > self.free_nbytes:
+            needed, free = case.held_nbytes / 2**30, self.free_nbytes / 2**30
+            note = f"not measured: needs {needed:.1f} GiB, but {free:.1f} GiB are free"
+        else:
+            try:
+                timing = timed()
+            except Exception as error:  # after any error, other cases can still be measured
+                note = "not measured: " + f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.add(case, threads, timing, note)
+        return note
 
     def add(self, case: Case, threads: int | str, timing: Timing | None, note: str = "") -> None:
         """Write the row of ``case``; without a timing, the row has only its note."""

@@ -4,7 +4,6 @@
     python -m bench.sync.auto --networks 4 2x2 --models digits embedding --resume
     python -m bench.sync.auto --models transformer_1m --rates none --arms "plain again" "auto, safe" --rounds 200
     python -m bench.sync.auto --race
-    python -m bench.sync.auto --verdicts
 
 Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Every rank keeps to its part
 of the cores, whatever the arm. In each cell a copy of the model is attached to with the safe rule, and another one
@@ -27,9 +26,6 @@ that a host of virtual machines gave to others meanwhile. A policy without a pla
 
 ``--race`` measures whether predictions gain anything: the arm "race, safe" tries uniform plans alone, "auto, safe" also
 those that are predicted from what these trials have measured. Its rows are in ``bench/results/cpu/race.csv``.
-
-``--verdicts`` measures nothing. It compares the rows with the bars of ``lib/verdicts.py``, shows the choice of every
-cell, and exits with 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ import gckernels
 from bench.lib import cells
 from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, THROUGH, WARM_UP, Arm
 from bench.lib.binding import keep_to_own_cores
-from bench.lib.cells import CPU, Cell, Measurement, Row
+from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.contenders import (
     ARMS,
     POLICY_ARMS,
@@ -62,14 +58,11 @@ from bench.lib.contenders import (
     accuracy_on,
     checked_contender,
     distinct,
-    pieces,
     policy_plans,
     summary,
 )
 from bench.lib.models import WORKLOADS, Batch, Workload
-from bench.lib.record import csv_path, read_csv
 from bench.lib.turns import Turns, measured, ratio_of
-from bench.lib.verdicts import choices, judged
 from bench.sync.steps import ranks_of, slowest, throttle
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
@@ -95,7 +88,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=int, default=BUDGET_S, help="seconds for the rounds of the arms in memory")
     parser.add_argument("--profile-s", type=int, default=PROFILE_S, help="seconds for the profile that policies need")
     parser.add_argument("--race", action="store_true", help="compare the plans with and without predictions")
-    parser.add_argument("--verdicts", action="store_true", help="compare the rows with the bars, and measure nothing")
     return parser.parse_args()
 
 
@@ -142,7 +134,8 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     names = [name for name in names if name in plans or name not in POLICY_ARMS]
     plain = _ready(cell, setting, [PLAIN], {})[PLAIN]
     rounds: list[dict[str, Turns]] = []
-    for piece in pieces(names, args.at_once) or [[]]:
+    for first in range(0, max(len(names), 1), args.at_once):
+        piece = names[first : first + args.at_once]
         arms = _ready(cell, setting, [name for name in piece if name not in tuned], plans)
         arms |= {name: tuned[name] for name in piece if name in tuned}
         rounds.append(measured({PLAIN: plain} | arms, args.budget_s, ROUNDS_MIN, args.rounds))
@@ -259,11 +252,6 @@ def _row(name: str, rounds: list[dict[str, Turns]]) -> Row:
 
 def main() -> int:
     args = parse_args()
-    if args.verdicts:
-        rows = read_csv(csv_path("auto", CPU))
-        text, missed = judged(rows)
-        print(f"{text}\n\n{choices(rows)}")
-        return int(missed)
     return cells.main(Measurement("race" if args.race else "auto", KEY, PRINTED, cells_of, measure), args)
 
 

@@ -88,31 +88,27 @@ def test_sizes_are_read_as_they_are_written(bench, text, numel):
 
 
 def test_the_gpu_path_imports_neither_pytest_nor_matplotlib():
-    banned = "sys.modules |= dict.fromkeys(('pytest', 'pytest_benchmark', 'matplotlib'))"
+    banned = "sys.modules |= dict.fromkeys(('pytest', 'matplotlib'))"
     run_python(f"import sys; {banned}; import bench.kernels.microbench")
 
 
 @pytest.mark.slow
-def test_the_host_is_measured_and_drawn(tmp_path):
-    pytest.importorskip("pytest_benchmark", reason="needs the extra 'bench'")
-    pytest.importorskip("matplotlib", reason="needs the extra 'bench'")
+def test_the_host_is_measured(tmp_path):
     results = tmp_path / "cpu" / "microbench.csv"
     arguments = ["--compressors", "EFSignSGD(block=128)", "--sizes", "1Ki"]
     run_python(
         "import pathlib, sys; "
-        "from bench.kernels import host_kernels, microbench; from bench.lib import record, roofline; "
+        "from bench.kernels import host_kernels, microbench; from bench.lib import record; "
         "record.RESULTS = pathlib.Path(sys.argv[1]); "
         "host_kernels.CASE_S = 0; "  # the fewest rounds
-        f"assert microbench.main({arguments}) == 0; "
-        "roofline.roofline(*map(pathlib.Path, sys.argv[2:]))",
-        *map(str, (tmp_path, results, results.with_name("roofline.png"))),
+        f"assert microbench.main({arguments}) == 0",
+        str(tmp_path),
     )
     with results.open(newline="") as file:
         rows = list(csv.DictReader(file))
     measured = {(row["direction"], row["sources"]) for row in rows}
     assert measured == {("copy", "1"), ("encode", "1"), ("decode", "1"), ("decode", "4")}
     assert all(float(row["percent_of_copy"]) > 0 and float(row["host_us_per_call"]) > 0 for row in rows)
-    assert 0 < results.with_name("roofline.png").stat().st_size < 150_000
 
 
 def run_python(code: str, *arguments: str) -> None:

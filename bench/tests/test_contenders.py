@@ -16,7 +16,6 @@ from bench.lib.contenders import (
     accuracy_on,
     checked_contender,
     distinct,
-    pieces,
     rivals_of,
     summary,
 )
@@ -95,7 +94,3 @@ def test_summaries_have_shares_of_the_elements(model):
     four_bits = summary(sync.uniform_plan(model, "BlockQuant(bits=4)", world_size=2))
     assert f"{weights:.1%} BlockQuant(bits=4) through" in four_bits
     assert "PowerSGD through powersgd" in summary(sync.uniform_plan(model, "PowerSGD(rank=4)", world_size=2))
-
-
-def test_pieces():
-    assert pieces([1, 2, 3], 2) == [[1, 2], [3]] and pieces([], 2) == []
