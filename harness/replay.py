@@ -160,7 +160,7 @@ def replay(messages: list[ReplayedMessage], with_hand_overs: bool = False) -> Re
             message_s = message.submitted_s
             lanes.wait_until(message_s - first_s)
             route = route_of(lanes, message.stages, message.channel)
-            tokens.append(submit_stages(lanes, route, 0, (lanes.here(),)))
+            tokens.append(submit_stages(lanes, route, (lanes.here(),)))
         if _has_waiting_lane(bucket):
             lanes.lane(Resource.COMPUTE, bucket[0].phases).submit(lambda: None, tokens)
     measured_s = max(stage.end_s for message in messages for stage in message.stages) - first_s

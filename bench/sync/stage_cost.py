@@ -50,13 +50,14 @@ from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.lowrank import LowRankMessage
-from gckernels.sync.messages.message import DenseMessage, Message, Stage, Unit
+from gckernels.sync.messages.message import DenseMessage, Message, Unit
 from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.programs import ALLREDUCE, POWERSGD, PROGRAMS, Program
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.memory_spaces import Places
+from gckernels.sync.resources.stage import Stage
 
 ROUNDS, WARM_UP, CALLS = 60, 5, 20
 IN_FLIGHT = (1, 8)  # messages that are submitted before the first is waited for
@@ -77,11 +78,11 @@ CPU = torch.device("cpu")
 # -------------------------------------------------------------------- messages
 
 
-def nothing(offset: int) -> None:
+def nothing() -> None:
     """The work of an empty stage."""
 
 
-def empty_messages(stages: int, count: int, work: Callable[[int], None] = nothing) -> list[Message]:
+def empty_messages(stages: int, count: int, work: Callable[[], object] = nothing) -> list[Message]:
     """Messages whose stages compute and communicate in turn, and run ``work``."""
     specs = [
         StageSpec(StageKind.COLLECTIVE, "AllGather", index // 2, Resource.COMMUNICATE, index, index + 1)
@@ -128,7 +129,7 @@ class Calls:
     def submit(self, messages: Sequence[Message], done: Callable[[], None]) -> None:
         for message in messages:
             for stage in message.stages:
-                stage.work(7)
+                stage.work()
             done()
 
     def close(self) -> None:
@@ -163,7 +164,7 @@ class OneThread:
 
             def run(stages: Sequence[Stage] = message.stages) -> None:
                 for stage in stages:
-                    stage.work(7)
+                    stage.work()
                 done()
 
             self._thread.queue.put(run)
@@ -187,7 +188,7 @@ class ThreadPerStage:
             return done()
 
         def run() -> None:
-            stages[index].work(7)
+            stages[index].work()
             self._hand_over(stages, index + 1, done)
 
         return self._threads[index].queue.put(run)
@@ -207,11 +208,11 @@ class OfEngine:
         engine = self._engine
         for message in messages:
             start = engine.lanes.here()
-            engine.finish([engine.submit(message, 3, (start,), last=False)], done, failed)
-        engine.end_step()
+            engine.finish([engine.submit(message, 3, (start,))], done, failed)
+        engine.lanes.end_step()
 
     def close(self) -> None:
-        self._engine.close()
+        self._engine.lanes.close()
 
 
 def failed(error: BaseException) -> None:

@@ -38,12 +38,11 @@ from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.lab import Network, checked_rate
 from gckernels.sync.messages import exchanges
-from gckernels.sync.messages.exchanges import Exchange
-from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.resources.memory_spaces import Places
+from gckernels.sync.resources.stage import Issue, Wait
 
 KEY = ("rate", "world_size", "collective", "nbytes", "arm")
 PRINTED = ("arm", "train_s", "ratio_to_gloo", "ratio_quartile_1", "ratio_quartile_3", "alone_s", "train_over_wire")
@@ -78,7 +77,7 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 # -------------------------------------------------------------------- in each rank
 
 
-def gather_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
+def gather_arms(link: RankConnections, nbytes: int) -> dict[str, Issue]:
     """All-gathers of ``nbytes`` bytes of each rank, by arm."""
     row, received = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(link.ranks, nbytes, dtype=torch.uint8)
     rows = list(received)
@@ -90,7 +89,7 @@ def gather_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
     }
 
 
-def all_to_all_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
+def all_to_all_arms(link: RankConnections, nbytes: int) -> dict[str, Issue]:
     """All-to-alls of ``nbytes`` bytes of each rank, by arm."""
     sent, received = torch.zeros(2, link.ranks, nbytes // link.ranks, dtype=torch.uint8)
 
@@ -101,7 +100,7 @@ def all_to_all_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
     return {GLOO_IN_FLIGHT: gloo, CHOSEN: exchanges.bind_all_to_all(link, sent, received)}
 
 
-def hop_arms(link: RankConnections, nbytes: int) -> dict[str, Exchange]:
+def hop_arms(link: RankConnections, nbytes: int) -> dict[str, Issue]:
     """Hops around a ring with the ``nbytes`` bytes of each rank, by arm."""
     sent, received = torch.zeros(2, nbytes, dtype=torch.uint8)
 
@@ -133,7 +132,7 @@ def sent_nbytes(name: str, nbytes: int, ranks: int) -> int:
     return nbytes
 
 
-def train(exchange: Exchange, in_flight: int) -> tuple[float, float]:
+def train(exchange: Issue, in_flight: int) -> tuple[float, float]:
     """The seconds of a collective alone, and of each in a train."""
     start = time.perf_counter()
     exchange()()

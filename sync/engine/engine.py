@@ -3,80 +3,92 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from ..messages.message import Message, Stage
-from ..programs.lanes import Failed, Lanes, Route, Work, route_of, submit_stages
+from torch.futures import Future
+
+from ..messages.message import DenseMessage, Message
+from ..programs.lanes import Route, route_of, submit_stages
 from ..programs.stages import Resource
+from ..resources.lanes import DeviceLanes
+from ..resources.stage import Stage
+from ..resources.workers import Failed, Token, Work
 from . import timeline_recorder
 from .ranges import SUBMIT, in_range, is_profiling, observer
 from .timeline_recorder import TimelineRecorder
 
-T = TypeVar("T")
+R = TypeVar("R")
 
 
-class Engine(Generic[T]):
+class Engine:
     """Submits messages to lanes. One thread submits, in the same order on every rank.
 
     Args:
-        lanes: real or virtual lanes; ``T`` is the type of their tokens.
+        lanes: the lanes of the rank.
         phases: number of collectives of the longest program.
 
     Attributes:
         lanes: as given.
-        recorder: records what is submitted while there is no other trace; ``None`` to record nothing.
+        step_recorder: records what is submitted while there is no other trace; ``None`` to record nothing.
     """
 
-    def __init__(self, lanes: Lanes[Stage, T], phases: int) -> None:
+    def __init__(self, lanes: DeviceLanes, phases: int) -> None:
         self.lanes, self._phases = lanes, phases
-        self.recorder: TimelineRecorder | None = None
+        self.step_recorder: TimelineRecorder | None = None
         self._finishing = lanes.lane(Resource.COMPUTE, phases)
 
-    def prepare(self, message: Message) -> Route[Stage, T]:
+    @property
+    def _recorder(self) -> TimelineRecorder | None:
+        return timeline_recorder.recorder or self.step_recorder
+
+    def prepare(self, message: Message) -> Route[Stage, Token]:
         """Make the lanes that a message needs, and return its route through them."""
         if message.route is None:
             message.route = route_of(self.lanes, message.stages, message.channel)
         return message.route
 
-    def submit(self, message: Message, step: int, after: Sequence[T], last: bool = True) -> T:
+    def submit(self, message: Message, step: int, after: Sequence[Token]) -> Token:
         """Queue all stages of ``message`` and return the token of the last one; never blocks.
+
+        Behind the last message of a training step, call :meth:`DeviceLanes.end_step`, or collectives are held back.
 
         Args:
             message: the message.
             step: number of the training step.
             after: tokens of the work that must be done before.
-            last: whether this is the last message of a training step. If others are marked as well, messages with
-                steps on the host of a device overlap less. If none is, call :meth:`end_step`, or collectives are held
-                back.
         """
-        recorder = timeline_recorder.recorder or self.recorder
-        observe = observer(recorder, message, step, self._phases)
-        submission = (self.lanes, self.prepare(message), step, after, observe)
-        token: T
-        if is_profiling():
-            token = in_range(SUBMIT, functools.partial(submit_stages, *submission))
-        else:
-            token = submit_stages(*submission)
-        if last:
-            self.end_step()
-        return token
+        observe = observer(self._recorder, message, step, self._phases)
+        submission = functools.partial(submit_stages, self.lanes, self.prepare(message), after, observe)
+        return in_range(SUBMIT, submission) if is_profiling() else submission()
 
-    def end_step(self) -> None:
-        """Declare that the next message is submitted only after all others are done."""
-        self.lanes.end_step()
+    def start_average(
+        self, message: DenseMessage, step: int, ended: Callable[[BaseException | None], R]
+    ) -> Future[R] | None:
+        """Start the only message of a bucket in the calling thread, and return a future of what ``ended`` returns.
+        Return ``None``, without doing anything, if the message must be submitted to its lane.
 
-    def finish(self, tokens: Sequence[T], work: Work, failed: Failed) -> None:
+        No lane has a part in the average, so nothing waits for another thread or for another bucket. On the host of a
+        device, one thread issues all collectives. The times of work on a device are recorded on its lane.
+
+        Args:
+            message: the message.
+            step: number of the training step.
+            ended: as for :meth:`~gckernels.sync.resources.lane_kinds.Lane.start`.
+        """
+        (stage,), recorder = message.stages, self._recorder
+        lane = self.lanes.lane(stage.spec.resource, stage.spec.phase)
+        if not self.lanes.starts_immediately or (recorder is not None and lane.stream is not None):
+            return None
+        if (observe := observer(recorder, message, step, self._phases)) is not None:
+            stage = observe(stage, lane)
+        if recorder is not None:
+            recorder.finish()
+        assert stage.begin is not None
+        return lane.start(stage.begin, ended)
+
+    def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:
         """Queue ``work`` behind ``tokens``; after an error, ``failed`` is called with the first error instead."""
-        if (recorder := timeline_recorder.recorder or self.recorder) is not None:
+        if (recorder := self._recorder) is not None:
             recorder.finish()
         self._finishing.submit(work, tokens, failed)
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error of any lane, after which nothing runs."""
-        return self.lanes.error
-
-    def close(self) -> None:
-        """Finish the queued work and end the lanes; further calls do nothing."""
-        self.lanes.close()

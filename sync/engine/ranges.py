@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.autograd import profiler
-from torch.futures import Future
 
-from ..messages.message import Issue, Message, Stage, Wait, Work
+from ..messages.message import Message
 from ..resources.lane_kinds import Lane
+from ..resources.stage import Issue, Stage, Wait
 from .timeline_recorder import TimelineRecorder
 
 R = TypeVar("R")
@@ -52,9 +52,9 @@ def with_range(stage: Stage, lane: Lane) -> Stage:
     Ranges have the same names in all steps, so that the profiler can add up their times.
     """
     name = f"gckernels::{lane.name}::{stage.spec.name}"
-    begin = None if stage.begin is None else functools.partial(_begin, name, stage.begin)
+    begin = None if stage.begin is None else functools.partial(in_range, f"{name}::issue", stage.begin)
     issue = None if stage.issue is None else functools.partial(_issue, name, stage.issue)
-    return replace(stage, work=functools.partial(_work, name, stage.work), begin=begin, issue=issue)
+    return replace(stage, work=functools.partial(in_range, name, stage.work), begin=begin, issue=issue)
 
 
 def in_range(name: str, call: Callable[[], R]) -> R:
@@ -63,14 +63,5 @@ def in_range(name: str, call: Callable[[], R]) -> R:
         return call()
 
 
-def _work(name: str, work: Work, step: int) -> None:
-    in_range(name, lambda: work(step))
-
-
-def _begin(name: str, begin: Callable[[], Future[Any]]) -> Future[Any]:
-    return in_range(f"{name}::issue", begin)
-
-
-def _issue(name: str, issue: Issue, step: int) -> Wait:
-    wait = in_range(f"{name}::issue", lambda: issue(step))
-    return lambda: in_range(name, wait)
+def _issue(name: str, issue: Issue) -> Wait:
+    return functools.partial(in_range, name, in_range(f"{name}::issue", issue))

@@ -31,8 +31,6 @@ from ..resources.feedback import Feedback
 from ..resources.lanes import DeviceLanes
 from ..resources.memory_spaces import Places
 from ..resources.workers import Token
-from . import timeline_recorder
-from .averages import start_average
 from .compilation import compile_host
 from .engine import Engine
 from .failures import FailedBucket, Outcome, failure
@@ -100,7 +98,7 @@ class Runtime(RuntimeState):
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
-        self._engine: Engine[Token] | None = None
+        self._engine: Engine | None = None
         self._communicators: Communicators | None = None
         self._copies: StepCopies | None = None
         if self.world_size > 1 and synchronises:
@@ -109,8 +107,7 @@ class Runtime(RuntimeState):
             communicators = Communicators(group, places, self.topology, wanted, plan.channels)
             self._communicators = communicators
             try:
-                self._lanes = DeviceLanes(device, communicators.offloads)
-                self._engine = Engine(self._lanes, communicators.phases)
+                self._engine = Engine(DeviceLanes(device, communicators.offloads), communicators.phases)
                 compile_host(plan, places, self.rank)
             except BaseException:
                 self.close()
@@ -208,7 +205,7 @@ class Runtime(RuntimeState):
         step, has_residuals, compresses = self.step, self.milestone is not None, not self.is_exact
         nbytes = sum(message.sent_nbytes for message in messages)
         self._step_nbytes = nbytes if first else self._step_nbytes + nbytes
-        if self._engine is None or self._communicators is None:
+        if self._engine is None:
             alone = self._new_future()
             alone.set_result(buffer)
             return alone
@@ -219,17 +216,15 @@ class Runtime(RuntimeState):
                 self._seeds.begin(step)
                 self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
             self.tracer.begin()
-        self._engine.recorder = self.tracer.recorder
+        self._engine.step_recorder = self.tracer.recorder
         if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
-            phases, outcome = self._communicators.phases, functools.partial(_outcome, buffer)
-            recorder = timeline_recorder.recorder or self._engine.recorder
-            started = start_average(self._lanes, average, step, phases, outcome, recorder)
+            started = self._engine.start_average(average, step, functools.partial(_outcome, buffer))
             if started is not None:
                 return started
         start, tokens = self._engine.lanes.here(), []
         for message in messages:
             after = (start,) if isinstance(message, DenseMessage) else (start, *self._beginning)
-            tokens.append(self._engine.submit(message, step, after, last=False))
+            tokens.append(self._engine.submit(message, step, after))
         future = self._new_future()
         self._engine.finish(
             tokens, lambda: future.set_result(buffer), lambda error: future.set_result(_outcome(buffer, error))
@@ -240,7 +235,7 @@ class Runtime(RuntimeState):
         """Let everything be sent that is held back to be sent beside a following bucket. Called before anything waits
         for the futures of a step."""
         if self._engine is not None:
-            self._engine.end_step()
+            self._engine.lanes.end_step()
 
     def end_step(self) -> None:
         """Count the training step. Called when all of its messages have been submitted."""
@@ -256,7 +251,7 @@ class Runtime(RuntimeState):
         # on a device, streams wait for the tensors in its result
         return Future(devices=[self.device] if self.device.type == "cuda" else None)
 
-    def _renew(self, engine: Engine[Token], has_residuals: bool) -> list[Token]:
+    def _renew(self, engine: Engine, has_residuals: bool) -> list[Token]:
         """Queue the work by which residuals are copied, follow the gradient scaler, or become what they were before a
         step that does not count; encoding must wait for the returned tokens."""
         self.changed_residuals = has_residuals
@@ -269,7 +264,7 @@ class Runtime(RuntimeState):
     @property
     def problem(self) -> RuntimeError | None:
         """The error to raise if nothing can be submitted any more; ``None`` if all is well."""
-        error = None if self._engine is None else self._engine.error
+        error = None if self._engine is None else self._engine.lanes.error
         return None if error is None else failure(error, "synchronisation failed before")
 
     # ---------------------------------------------------------------- figures
@@ -291,7 +286,7 @@ class Runtime(RuntimeState):
         if self._copies is not None:
             self._copies.close()
         if self._engine is not None:
-            self._engine.close()
+            self._engine.lanes.close()
         if self._communicators is not None:
             self._communicators.close()
 

@@ -12,7 +12,6 @@ from ..messages.seeds import Seeds
 from ..plans.plan import Plan, UnitPlan
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS, Feedback
-from ..resources.workers import Token
 from ..states.dcp_guard import Refusal
 from ..states.jobs import Job, read_job, read_own
 from ..states.layout import residual_sizes
@@ -37,7 +36,7 @@ class RuntimeState:
     _feedback: Feedback
     _seeds: Seeds
     _copies: StepCopies | None
-    _engine: Engine[Token] | None
+    _engine: Engine | None
     _begun: set[str]
     changed_residuals: bool
 
@@ -54,7 +53,7 @@ class RuntimeState:
         Args:
             device: device of the tensors, which are copies; by default that of each residual.
         """
-        if self._engine is not None and self._engine.error is not None:
+        if self._engine is not None and self._engine.lanes.error is not None:
             self._engine.lanes.settle()
         feedback = self._feedback.state_dict(device)
         if self._copies is not None:

@@ -23,9 +23,9 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..plans.plan import Plan
-from ..programs.lanes import Work
 from ..programs.steps import Place
 from ..resources.feedback import Feedback
+from ..resources.workers import Work
 
 
 class StepCopies:

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ..communication.collectives import all_gather, device_of_group
-from ..messages.message import Issue, Message, Stage, Wait
-from ..messages.message import Work as StageWork
+from ..messages.message import Message
 from ..programs.stages import Resource, spec_to_json
 from ..resources.lane_kinds import Lane
+from ..resources.stage import Issue, Stage, Wait
+from ..resources.workers import Work
 
 Record = dict[str, Any]
 """The recording of one rank, as JSON: ``rank``, ``anchor_ns``, ``lanes`` (names by tid), ``events``."""
@@ -150,9 +151,9 @@ class TimelineRecorder:
         work = functools.partial(self._on_thread, stage.work, lane, event)
         return replace(stage, work=work, begin=begin, issue=issue)
 
-    def _issue(self, issue: Issue, lane: Lane, event: dict[str, Any], step: int) -> Wait:
+    def _issue(self, issue: Issue, lane: Lane, event: dict[str, Any]) -> Wait:
         """Issue a collective. The time until it ends is recorded from when the lane waits for no earlier one."""
-        return functools.partial(self._on_thread, issue(step), lane, event)
+        return functools.partial(self._on_thread, issue(), lane, event)
 
     def _begin(self, begin: Callable[[], Future[Any]], lane: Lane, event: dict[str, Any]) -> Future[Any]:
         """Start a stage in the thread that submits it."""
@@ -162,23 +163,21 @@ class TimelineRecorder:
         future.add_done_callback(lambda ended: self._spans.append(_Span(lane, event, start, time.perf_counter_ns())))
         return future
 
-    def _on_thread(self, work: Callable[..., object], lane: Lane, event: dict[str, Any], *arguments: int) -> None:
+    def _on_thread(self, work: Work, lane: Lane, event: dict[str, Any]) -> None:
         start = time.perf_counter_ns()
         try:
-            work(*arguments)
+            work()
         finally:
             self._spans.append(_Span(lane, event, start, time.perf_counter_ns()))
 
-    def _on_stream(
-        self, work: StageWork, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any], step: int
-    ) -> None:
+    def _on_stream(self, work: Work, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any]) -> None:
         if stream.device not in self._clocks:
             self._clocks[stream.device] = _DeviceClock(stream)
         start, end = _device_event(), _device_event()
         torch.cuda.nvtx.range_push(f"{event['name']}, step {event['args']['step']}")  # type: ignore[no-untyped-call]
         start.record(stream)
         try:
-            work(step)
+            work()
         finally:
             end.record(stream)
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]

@@ -18,7 +18,9 @@ from ..programs.rules import Flow
 from ..programs.sizes import Data, sent_nbytes, sizes_of
 from ..programs.stages import StageSpec, takes_part
 from ..programs.steps import Place, Program
-from .message import Issue, Stage, Unit, Work
+from ..resources.stage import Issue, Stage
+from ..resources.workers import Work
+from .message import Unit
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,7 @@ class Buffers:
 
     def collective(self, spec: StageSpec, issue: Issue) -> Stage:
         """The stage of a collective, with its sizes."""
-
-        def work(step: int) -> None:
-            issue(step)()
-
-        return replace(self.stage(spec, work), issue=issue)
+        return replace(self.stage(spec, lambda: issue()()), issue=issue)
 
     def length(self, unit: Unit, index: int) -> int:
         """Number of elements of a unit that this rank has before step ``index``."""

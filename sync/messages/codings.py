@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -15,8 +14,9 @@ from ..programs.stages import StageSpec
 from ..programs.steps import AllReduce, Place
 from ..resources.error_probe import Decoded, Encoded, ProbedPiece, ProbeSchedule
 from ..resources.feedback import Feedback
+from ..resources.workers import Work
 from .buffers import Buffers, Payloads, Raw
-from .message import Unit, Work, as_work, compressor_of
+from .message import Unit, compressor_of
 from .seeds import Seeds
 
 
@@ -58,7 +58,7 @@ class Codings:
                 buffers.units, sources, target.pieces, buffers.data(spec.first), strict=True
             )
         ]
-        return as_work(bind_decodes(decodings, held.factor)), target
+        return bind_decodes(decodings, held.factor), target
 
     def recode(self, spec: StageSpec, held: Payloads) -> tuple[Work, Payloads]:
         """The work that decodes, merges and encodes all units in one call; and the new payloads."""
@@ -71,7 +71,7 @@ class Codings:
             numel = buffers.length(unit, spec.stop)
             kept, seed = self.residual(kind, unit, numel, held.place), self.seed(kind, unit, spec.stop)
             recodings.append(Recoding(compressor_of(unit), source[:, 0], kept, payload[0, 0], numel, seed, data.size))
-        work = as_work(bind_recodes(recodings, held.factor, self._seeds.added(spec.place)))
+        work = bind_recodes(recodings, held.factor, self._seeds.added(spec.place))
         return self._sparing(spec, [each.residual for each in recodings], work), payloads
 
     def residual(self, kind: str, unit: Unit, numel: int, place: Place) -> torch.Tensor | None:
@@ -113,8 +113,8 @@ class Codings:
             scale: factor of the payloads.
         """
         kind = kind_of(spec)
-        work = as_work(bind_encodes(encodings, scale, self._seeds.added(spec.place)))
-        work = self._sparing(spec, [encoding.residual for encoding in encodings], work)
+        encode = bind_encodes(encodings, scale, self._seeds.added(spec.place))
+        work = self._sparing(spec, [encoding.residual for encoding in encodings], encode)
         if kind != "worker":
             return work
         found = (
@@ -143,12 +143,12 @@ class Codings:
             return encode
         is_own = not self._buffers.flow(spec.first).merged
 
-        def work(step: int) -> None:
+        def work() -> None:
             copies = unused.keep(kept)
             spared = copies if is_own else []
             for residual, _ in spared:
                 residual.zero_()
-            encode(step)
+            encode()
             for residual, copy in spared:
                 residual.add_(copy)
 
@@ -172,12 +172,12 @@ def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
 def _watched(watch: ProbeSchedule, pieces: Sequence[Encoded], encode: Work) -> Work:
     """``encode`` as work that takes norms of the pieces as well, in steps of which these are wanted."""
 
-    def work(step: int) -> None:
+    def work() -> None:
         readings = watch.now
         if readings is None:
-            encode(step)
+            encode()
         else:
-            readings.around(pieces, partial(encode, step))
+            readings.around(pieces, encode)
 
     return work
 

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from ..communication.collectives import all_gather, reduce_scatter
 from ..communication.links import RankConnections
 from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Reduce, ReduceScatter
+from ..resources.stage import Issue, Wait
 from . import exchanges
-from .exchanges import Exchange
-from .message import Wait
 
 
 def bind_payload_collective(
     step: Collective, buffer: torch.Tensor, link: RankConnections, root: int, closes: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, Exchange]:
+) -> tuple[torch.Tensor, Issue]:
     """A collective of payloads.
 
     Args:
@@ -94,7 +93,7 @@ def bind_payload_collective(
             assert_never(step)
 
 
-def _bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Exchange:
+def _bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Issue:
     """The call that gathers the rows of all ranks, one after the other, in ``received``."""
     row, received = row.view(-1), received.view(-1)
     if link.has_both_directions:
@@ -102,7 +101,7 @@ def _bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.T
     return _issuing(lambda: all_gather(received, row, group=link.group, async_op=True))
 
 
-def _bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+def _bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:
     """The call that sends each rank its row of ``sent``, ``ranks`` rows one after the other."""
     if link.has_both_directions:
         shape = link.ranks, sent.numel() // link.ranks
@@ -115,7 +114,7 @@ def issue_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> W
     return _issuing(lambda: dist.all_reduce(tensor, group=group, async_op=True))()
 
 
-def _issuing(collective: Callable[[], Any]) -> Exchange:
+def _issuing(collective: Callable[[], Any]) -> Issue:
     """The function that issues a collective of ``torch.distributed``.
 
     Args:
@@ -134,7 +133,7 @@ def _zeros_like(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
     return buffer.new_zeros(shape, pin_memory=buffer.is_pinned())
 
 
-def bind_hop(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor, Exchange]:
+def bind_hop(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor, Issue]:
     """One hop around a ring: every rank sends ``buffer`` to the next rank.
 
     Returns:
@@ -156,7 +155,7 @@ def bind_hop(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor,
 
 def bind_raw_collective(
     step: Collective, vector: torch.Tensor, link: RankConnections, root: int
-) -> tuple[torch.Tensor, Exchange]:
+) -> tuple[torch.Tensor, Issue]:
     """A collective of raw data. It adds; for a mean, every rank must have divided its data by the number of ranks.
 
     Args:

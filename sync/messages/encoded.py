@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import assert_never
 
 from ..communication.communicators import Communicators
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Collective, Hop, Program, ReduceScatter
 from ..resources.feedback import Feedback
+from ..resources.stage import Issue
+from ..resources.workers import Work
 from .buffers import Buffers, Held, Payloads, Raw, Staged, Travelling, as_payloads, columns, cut, join
 from .codings import Codings
 from .collectives import bind_hop, bind_payload_collective, bind_raw_collective
-from .exchanges import Exchange
-from .message import Message, Unit, Wait, Work, compressor_names
+from .message import Message, Unit, compressor_names
 from .ring import add_shard, encode_shard
 from .seeds import Seeds
 
@@ -59,8 +59,8 @@ class EncodedMessage(Message):
         for spec in specs:
             if self._buffers.takes_part(spec):
                 if spec.kind == StageKind.COLLECTIVE:
-                    exchange, held = self._communicate(spec, held)
-                    stages.append(self._buffers.collective(spec, partial(_exchanged, exchange)))
+                    issue, held = self._communicate(spec, held)
+                    stages.append(self._buffers.collective(spec, issue))
                 else:
                     work, held = self._bind(spec, held)
                     stages.append(self._buffers.stage(spec, work))
@@ -107,7 +107,7 @@ class EncodedMessage(Message):
         splits = isinstance(step, ReduceScatter)
         rows = held.pieces[0].new_zeros(ranks if splits else 1, slices[-1].stop)
 
-        def work(step: int) -> None:
+        def work() -> None:
             for piece, each in zip(held.pieces, slices, strict=True):
                 cut(piece, rows[:, each], 1.0 / ranks)
 
@@ -119,7 +119,7 @@ class EncodedMessage(Message):
         shards = held.vector.view(-1, held.vector.shape[-1])
         slices = columns([data.numel for data in self._buffers.data(spec.first)])
 
-        def work(step: int) -> None:
+        def work() -> None:
             for piece, each in zip(target.pieces, slices, strict=True):
                 join(shards[:, each], piece)
 
@@ -128,7 +128,7 @@ class EncodedMessage(Message):
     def _copy(self, spec: StageSpec, held: Held) -> tuple[Work, Held]:
         there, sources, targets = self._buffers.copy_to(held, spec.first, spec.place)
 
-        def work(step: int) -> None:
+        def work() -> None:
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
 
@@ -136,7 +136,7 @@ class EncodedMessage(Message):
 
     # ---------------------------------------------------------------- collectives
 
-    def _communicate(self, spec: StageSpec, held: Held) -> tuple[Exchange, Held]:
+    def _communicate(self, spec: StageSpec, held: Held) -> tuple[Issue, Held]:
         """The function that issues a collective, and the received data. A rank that only receives gets a new buffer."""
         buffers, step = self._buffers, self._buffers.program[spec.first]
         assert isinstance(step, Collective)
@@ -145,20 +145,15 @@ class EncodedMessage(Message):
         has_part = buffers.has_part(spec.first)
         if isinstance(step, Hop):
             assert isinstance(held, Travelling)
-            received, exchange = bind_hop(held.buffer, link)
-            return exchange, replace(held, received=received)
+            received, issue = bind_hop(held.buffer, link)
+            return issue, replace(held, received=received)
         if buffers.flow(spec.first).encoded:
             sent = as_payloads(held) if has_part else buffers.payloads(spec.first, spec.place)
             closes = len(buffers.flow(spec.stop).opened) < len(buffers.flow(spec.first).opened)
             dtype = buffers.units[0].plan.compressor.traits.payload_dtype
-            received, exchange = bind_payload_collective(step, sent.buffer, link, root, closes, dtype)
-            return exchange, replace(sent, buffer=received)
+            received, issue = bind_payload_collective(step, sent.buffer, link, root, closes, dtype)
+            return issue, replace(sent, buffer=received)
         raw = held if has_part else buffers.raw(spec.first)
         assert not isinstance(raw, Payloads) and raw.vector is not None
-        received, exchange = bind_raw_collective(step, raw.vector, link, root)
-        return exchange, Staged(received)
-
-
-def _exchanged(exchange: Exchange, step: int) -> Wait:
-    """Issue a collective, which does not depend on the training step."""
-    return exchange()
+        received, issue = bind_raw_collective(step, raw.vector, link, root)
+        return issue, Staged(received)

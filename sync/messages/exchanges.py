@@ -18,23 +18,20 @@ exchange ends. Two may be: :data:`~gckernels.sync.programs.lanes.IN_FLIGHT`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from ..communication.links import RankConnections
-from .message import Wait
+from ..resources.stage import Issue, Wait
 
 AROUND_NBYTES = 1 << 15
 """The bytes of a row from which an all-gather of more than two ranks goes around."""
 
-Exchange = Callable[[], Wait]
-"""Issues an exchange, and returns a function that waits for its end."""
 
-
-def bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Exchange:
+def bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Issue:
     """The exchange that sends ``row`` to all ranks.
 
     Args:
@@ -50,7 +47,7 @@ def bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Te
     return partial(_issue, exchange, row, rows[link.index])
 
 
-def bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+def bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:
     """The exchange that sends row ``r`` of ``sent`` to rank ``r``.
 
     Args:
@@ -62,7 +59,7 @@ def bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.T
     return partial(_issue, exchange, sent[link.index], received[link.index])
 
 
-def bind_hop(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+def bind_hop(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:
     """The exchange that sends a tensor to the next rank and receives one from the previous rank."""
     following, previous = (link.index + 1) % link.ranks, (link.index - 1) % link.ranks
 
@@ -79,7 +76,7 @@ def wait_for(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-def _issue(exchange: Exchange, own: torch.Tensor, room: torch.Tensor) -> Wait:
+def _issue(exchange: Issue, own: torch.Tensor, room: torch.Tensor) -> Wait:
     """Issue an exchange, and copy this rank's own row meanwhile."""
     wait = exchange()
     room.copy_(own)

@@ -7,8 +7,7 @@ All sums are in fp32. Every stage computes all matrices in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import assert_never
+from functools import partial
 
 import torch
 
@@ -23,51 +22,14 @@ from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Program
 from ..resources.error_probe import Readings
 from ..resources.feedback import Feedback
+from ..resources.stage import Issue, Stage, Wait
 from .buffers import Buffers
 from .collectives import issue_all_reduce
-from .message import Issue, Message, Unit, Wait, Work, as_work, compressor_names, compressor_of
+from .message import Message, Unit, compressor_names, compressor_of
 from .seeds import Seeds
 
 LEFT, RIGHT = SIDES = (0, 1)
 _KINDS = ("p", "q")  # the kinds under which the factors of each side are kept
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Matrices that go through the ops together.
-
-    Attributes:
-        grads: ``[rows * cols]`` each, where they lie in the bucket.
-        residuals: the same numbers of elements; an empty list without error feedback.
-        factors: left factors ``[rank, rows]`` and right factors ``[rank, cols]``, in the buffers to send.
-        kept_factors: factors of each side with which a step begins; empty lists if every step begins with random ones.
-        seeds: seeds of the random factors.
-    """
-
-    grads: list[torch.Tensor]
-    residuals: list[torch.Tensor]
-    factors: tuple[list[torch.Tensor], list[torch.Tensor]]
-    kept_factors: tuple[list[torch.Tensor], list[torch.Tensor]]
-    seeds: list[int]
-
-
-@dataclass(frozen=True)
-class _BoundBatch:
-    """The stages of a batch, bound to its tensors; a tuple has one function for each side.
-
-    Attributes:
-        begin: set the factors to orthonormal bases of the kept factors, or of random ones.
-        project: compute the factors from the matrices and the factors of the other side.
-        finish_left: make the left factors orthonormal.
-        keep: keep the factors for the next step.
-        reconstruct: compute gradients and residuals from the factors.
-    """
-
-    begin: tuple[Callable[[], None], Callable[[], None]]
-    project: tuple[Callable[[], None], Callable[[], None]]
-    finish_left: Callable[[], None]
-    keep: tuple[Callable[[], None], Callable[[], None]]
-    reconstruct: Callable[[], None]
 
 
 class LowRankMessage(Message):
@@ -91,51 +53,39 @@ class LowRankMessage(Message):
         seeds: Seeds,
     ) -> None:
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
-        self._communicators = communicators
-        self._scale = 1.0 / communicators.world_size  # applied before sending, so that sums are means
-        self._feedback = feedback
-        self._seeds = seeds
+        self._communicators, self._feedback, self._seeds = communicators, feedback, seeds
+        scale = 1.0 / communicators.world_size  # applied before sending, so that sums are means
         buffers = Buffers(program, units, communicators)
         specs = stages_of(MessageKind.LOW_RANK, program, buffers.capabilities, communicators.topology)
         self._sends_both = sum(spec.kind == StageKind.COLLECTIVE for spec in specs) > 1
         self.sent_nbytes = sum(buffers.sent_nbytes(spec) for spec in specs)
         exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
         matrices = [unit for unit in units if isinstance(unit.plan.compressor, PowerSGD)]
-        with_feedback = [unit for unit in units if unit.plan.has_residual("worker")]
-        self._watched = [(unit.plan.key, unit.grad, self._kept(unit)) for unit in matrices]
+        self._watched = [(unit.plan.key, unit.grad, _residual(feedback, unit)) for unit in matrices]
         self._readings: Readings | None = None  # if this step is watched
-        self._residuals = [(unit.plan.key, self._residual(unit)) for unit in with_feedback]
+        residuals = [(unit.plan.key, _residual(feedback, unit)) for unit in units]
+        self._residuals = [(key, residual) for key, residual in residuals if residual is not None]
         self._spared: list[tuple[torch.Tensor, torch.Tensor]] = []  # residuals of unused units, and copies of them
         self._wires, factors, payloads = self._allocate(units[0].grad.device, matrices, exact)
-        self._encode = [bind_encodes(map(self._encoding, exact, each), self._scale) for each in payloads]
+        self._encode = [bind_encodes(map(self._encoding, exact, each), scale) for each in payloads]
         self._decode = [bind_decodes(map(_decoding, exact, each)) for each in payloads]
         alike: dict[tuple[bool, bool], list[tuple[Unit, torch.Tensor, torch.Tensor]]] = {}
         for unit, left, right in zip(matrices, *factors, strict=True):
             key = unit.plan.feedback, bool(unit.plan.compressor.factor_sizes(unit.grad.numel()))
             alike.setdefault(key, []).append((unit, left, right))
-        self._batches = [_bound(self._batch(group), self._scale, seeds.added()) for group in alike.values()]
-        self.stages = [
-            buffers.collective(spec, self._bind_collective(spec))
-            if spec.kind == StageKind.COLLECTIVE
-            else buffers.stage(spec, self._bind(spec))
-            for spec in specs
-        ]
+        self._batches = [_Batch(group, feedback, seeds, scale) for group in alike.values()]
+        self.stages = [self._bind(buffers, spec) for spec in specs]
 
-    def _bind(self, spec: StageSpec) -> Work:
-        """The work of a stage."""
+    def _bind(self, buffers: Buffers, spec: StageSpec) -> Stage:
+        """The stage of a spec."""
         match spec.kind:
-            case StageKind.PROJECT if not self._sends_both:
-                return self._project_in_turn
+            case StageKind.COLLECTIVE:
+                return buffers.collective(spec, self._bind_collective(spec))
             case StageKind.PROJECT:
-                return self._project_left if spec.phase == 0 else as_work(self._project_right)
+                return buffers.stage(spec, partial(self._project, spec.phase))
             case StageKind.RECONSTRUCT:
-                return self._reconstruct
-            case StageKind.ENCODE | StageKind.DECODE | StageKind.RECODE | StageKind.ENCODE_SHARD | StageKind.ADD:
-                raise AssertionError(f"no computing of a low-rank message: {spec}")
-            case StageKind.AVERAGE | StageKind.COLLECTIVE | StageKind.CUT | StageKind.JOIN | StageKind.COPY:
-                raise AssertionError(f"no computing of a low-rank message: {spec}")
-            case _:
-                assert_never(spec.kind)
+                return buffers.stage(spec, partial(self._reconstruct, spec.phase - 1))
+        raise AssertionError(f"no stage of a low-rank message: {spec}")
 
     # ---------------------------------------------------------------- buffers
 
@@ -168,65 +118,42 @@ class LowRankMessage(Message):
             wires.append(wire.view(torch.float32))
         return wires, factors, exact_payloads
 
-    def _batch(self, group: Sequence[tuple[Unit, torch.Tensor, torch.Tensor]]) -> _Batch:
-        """A batch of units, each with its factors.
-
-        All or none of the units have a residual, and all or none keep their factors.
-        """
-        grads = [unit.grad for unit, *_ in group]
-        residuals = [self._residual(unit) for unit, *_ in group if unit.plan.feedback]
-        kept_factors: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for unit, *factors in group:
-            for kind, numel in unit.plan.compressor.factor_sizes(unit.grad.numel()).items():
-                side = _KINDS.index(kind)
-                kept = self._feedback.residual(kind, unit.plan.key, numel)
-                kept_factors[side].append(kept.view_as(factors[side]))
-        # modulo 2**63, the range of seeds of the ops
-        seeds = [self._seeds.of("factor", unit.plan.key) & SEED_MASK for unit, *_ in group]
-        both = [left for _, left, _ in group], [right for _, _, right in group]
-        return _Batch(grads, residuals, both, kept_factors, seeds)
-
     def _encoding(self, unit: Unit, payload: torch.Tensor) -> Encoding:
-        return Encoding(compressor_of(unit), unit.grad, self._kept(unit), payload)
-
-    def _kept(self, unit: Unit) -> torch.Tensor | None:
-        return self._residual(unit) if unit.plan.has_residual("worker") else None
-
-    def _residual(self, unit: Unit) -> torch.Tensor:
-        return self._feedback.residual("worker", unit.plan.key, unit.grad.numel())
+        return Encoding(compressor_of(unit), unit.grad, _residual(self._feedback, unit), payload)
 
     # ---------------------------------------------------------------- stages
+
+    def _side(self, phase: int) -> int:
+        """The side whose factors are sent in this step after ``phase`` other collectives."""
+        return phase if self._sends_both else self._seeds.step % 2
 
     def _bind_collective(self, spec: StageSpec) -> Issue:
         group = self._communicators.link(spec.phase).group
 
-        def issue(step: int) -> Wait:
-            wire = self._wires[spec.phase if self._sends_both else _side_in_turn(step)]
-            return issue_all_reduce(wire, group) if wire.numel() else _wait_for_nothing
+        def issue() -> Wait:
+            wire = self._wires[self._side(spec.phase)]
+            return issue_all_reduce(wire, group) if wire.numel() else lambda: None
 
         return issue
 
-    def _project_left(self, step: int) -> None:
-        self._begin(RIGHT)
-        self._project(LEFT)
-
-    def _project_right(self) -> None:
+    def _project(self, phase: int) -> None:
+        """Write this rank's part of the mean factors of a side, and of the exact units sent with them."""
+        side = self._side(phase)
+        if phase == 0:
+            self._begin(RIGHT if side == LEFT else LEFT)
+        else:
+            for batch in self._batches:
+                batch.finish_left()
         for batch in self._batches:
-            batch.finish_left()
-        self._project(RIGHT)
+            batch.project[side]()
+        self._encode[side]()
 
-    def _project_in_turn(self, step: int) -> None:
-        side = _side_in_turn(step)
-        self._begin(RIGHT if side == LEFT else LEFT)
-        self._project(side)
-
-    def _reconstruct(self, step: int) -> None:
+    def _reconstruct(self, last_phase: int) -> None:
         """Compute gradients and residuals from the factors, keep the new factors, decode the exact payloads."""
-        new, exact = (RIGHT, LEFT) if self._sends_both else (_side_in_turn(step), _side_in_turn(step))
         for batch in self._batches:
-            batch.keep[new]()
+            batch.keep[self._side(last_phase)]()
             batch.reconstruct()
-        self._decode[exact]()
+        self._decode[self._side(0)]()
         for residual, copy in self._spared:
             residual.add_(copy)
         self._spared = []
@@ -247,34 +174,57 @@ class LowRankMessage(Message):
         for batch in self._batches:
             batch.begin[side]()
 
-    def _project(self, side: int) -> None:
-        """Write this rank's part of the mean factors of a side, and of the exact units sent with them."""
-        for batch in self._batches:
-            batch.project[side]()
-        self._encode[side]()
 
+class _Batch:
+    """Matrices that go through the ops together: the stages, bound to their tensors.
 
-def _bound(batch: _Batch, scale: float, added: torch.Tensor) -> _BoundBatch:
-    """The stages of a batch; ``scale`` is applied to the factors that are sent, ``added`` is added to the seeds."""
-    (left, right), grads, residuals = batch.factors, batch.grads, batch.residuals
-    return _BoundBatch(
-        (_bind_begin(batch, LEFT, added), _bind_begin(batch, RIGHT, added)),
-        (
+    Args:
+        group: units, each with its left factors ``[rank, rows]`` and its right factors ``[rank, cols]`` in the buffers
+            to send. All or none of them have a residual, and all or none keep their factors.
+        feedback: the residuals and factors.
+        seeds: the seeds of the random factors.
+        scale: applied to the factors that are sent.
+
+    Attributes:
+        begin: for each side, sets the factors to orthonormal bases of the kept factors, or of random ones.
+        project: for each side, computes the factors from the matrices and the factors of the other side.
+        finish_left: makes the left factors orthonormal.
+        keep: for each side, keeps the factors for the next step.
+        reconstruct: computes gradients and residuals from the factors.
+    """
+
+    def __init__(
+        self,
+        group: Sequence[tuple[Unit, torch.Tensor, torch.Tensor]],
+        feedback: Feedback,
+        seeds: Seeds,
+        scale: float,
+    ) -> None:
+        units, left, right = (list(column) for column in zip(*group, strict=True))
+        grads = [unit.grad for unit in units]
+        residuals = [each for unit in units if (each := _residual(feedback, unit)) is not None]
+        both = left, right
+        kept: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index, unit in enumerate(units):
+            for kind, numel in unit.plan.compressor.factor_sizes(unit.grad.numel()).items():
+                side = _KINDS.index(kind)
+                kept[side].append(feedback.residual(kind, unit.plan.key, numel).view_as(both[side][index]))
+        # modulo 2**63, the range of seeds of the ops
+        drawn = [seeds.of("factor", unit.plan.key) & SEED_MASK for unit in units]
+        self.begin = [_bind_begin(both[side], kept[side], drawn, seeds.added()) for side in SIDES]
+        self.project = (
             powersgd_ops.bind_left(grads, residuals, right, left, scale),
             powersgd_ops.bind_right(grads, residuals, left, right, scale),
-        ),
-        powersgd_ops.bind_orthogonalise(left),
-        (
-            powersgd_ops.bind_keep(left, batch.kept_factors[LEFT]),
-            powersgd_ops.bind_keep(right, batch.kept_factors[RIGHT]),
-        ),
-        powersgd_ops.bind_reconstruct(left, right, grads, residuals),
-    )
+        )
+        self.finish_left = powersgd_ops.bind_orthogonalise(left)
+        self.keep = [powersgd_ops.bind_keep(both[side], kept[side]) for side in SIDES]
+        self.reconstruct = powersgd_ops.bind_reconstruct(left, right, grads, residuals)
 
 
-def _bind_begin(batch: _Batch, side: int, added: torch.Tensor) -> Callable[[], None]:
-    factors, kept = batch.factors[side], batch.kept_factors[side]
-    make_bases = powersgd_ops.bind_orthogonalise(factors, batch.seeds, added)
+def _bind_begin(
+    factors: list[torch.Tensor], kept: list[torch.Tensor], seeds: list[int], added: torch.Tensor
+) -> Callable[[], None]:
+    make_bases = powersgd_ops.bind_orthogonalise(factors, seeds, added)
 
     def begin() -> None:
         if kept:
@@ -286,17 +236,12 @@ def _bind_begin(batch: _Batch, side: int, added: torch.Tensor) -> Callable[[], N
     return begin
 
 
-def _wait_for_nothing() -> None:
-    """Return immediately."""
+def _residual(feedback: Feedback, unit: Unit) -> torch.Tensor | None:
+    return feedback.residual("worker", unit.plan.key, unit.grad.numel()) if unit.plan.feedback else None
 
 
 def _decoding(unit: Unit, payload: torch.Tensor) -> Decoding:
     return Decoding(compressor_of(unit), payload, unit.grad)
-
-
-def _side_in_turn(step: int) -> int:
-    """The side whose factors are sent in this step, in programs that send the sides in turn."""
-    return RIGHT if step % 2 else LEFT
 
 
 def _factor_shape(unit: Unit, side: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ collective. Buffers are allocated once, when a message is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..communication.communicators import Communicators
 from ..plans.plan import UnitPlan
 from ..programs.lanes import Route
 from ..programs.sizes import allreduce_sent_nbytes
-from ..programs.stages import IN_PLACE_STAGES, StageSpec
+from ..programs.stages import IN_PLACE_STAGES
+from ..resources.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -40,54 +41,6 @@ def compressor_of(unit: Unit, kind: str = "worker") -> Codec:
     compressor = unit.plan.encoder(kind)
     assert isinstance(compressor, Codec)
     return compressor
-
-
-# -------------------------------------------------------------------- stages
-
-
-Work = Callable[[int], None]
-"""A function that runs a stage. Its argument is the number of the training step."""
-
-Wait = Callable[[], object]
-"""Waits for the end of a collective; on a CUDA device, lets the current stream wait."""
-
-Issue = Callable[[int], Wait]
-"""Issues a collective without waiting for it. Its argument is that of a :data:`Work`."""
-
-
-def as_work(call: Callable[[], object]) -> Work:
-    """``call`` as the work of a stage that does the same in every training step."""
-
-    def work(step: int) -> None:
-        call()
-
-    return work
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a message, bound to its buffers.
-
-    Attributes:
-        spec: its specification.
-        work: runs it.
-        sent_nbytes: bytes that a rank sends in it, as a mean over all ranks.
-        elements: number of elements that a rank has before it or, for a rank that only receives, after it.
-        read_nbytes: bytes of the units, raw or encoded, before it.
-        written_nbytes: bytes of the units after it.
-        begin: starts the work in the calling thread and returns the future of its end; only for stages with
-            ``spec.starts_immediately``.
-        issue: issues the collective, whose end ``work`` also waits for; ``None`` for other stages.
-    """
-
-    spec: StageSpec
-    work: Work
-    sent_nbytes: float = 0.0
-    elements: int = 0
-    read_nbytes: int = 0
-    written_nbytes: int = 0
-    begin: Callable[[], torch.futures.Future[Any]] | None = None
-    issue: Issue | None = None
 
 
 class Message:
@@ -135,18 +88,23 @@ class DenseMessage(Message):
         self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
         (spec,) = IN_PLACE_STAGES
         sizes = grad.numel(), grad.nbytes, grad.nbytes
-        self.stages = (Stage(spec, as_work(self._average), self.sent_nbytes, *sizes, begin=self._begin),)
+        self.stages = (Stage(spec, self._average, self.sent_nbytes, *sizes, begin=self._begin),)
 
-    def _average(self) -> None:
-        self._share()
+    def share(self) -> None:
+        """Make this rank's gradient its part of the mean."""
+        if self._factor is not None:
+            self._grad.mul_(self._factor)
+
+    def all_reduce(self) -> None:
+        """Add up the parts of all ranks."""
         dist.all_reduce(self._grad, group=self._group)
 
+    def _average(self) -> None:
+        self.share()
+        self.all_reduce()
+
     def _begin(self) -> torch.futures.Future[Any]:
-        self._share()
+        self.share()
         work: Any = dist.all_reduce(self._grad, group=self._group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
         return future
-
-    def _share(self) -> None:
-        if self._factor is not None:
-            self._grad.mul_(self._factor)

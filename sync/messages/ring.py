@@ -18,9 +18,10 @@ from gckernels.codec import Decoding, Encoding, chunk_bounds
 from ..programs.sizes import Data
 from ..programs.stages import StageSpec
 from ..programs.steps import Hop
+from ..resources.workers import Work
 from .buffers import Buffers, Payloads, Raw, Travelling
 from .codings import Codings, kind_of
-from .message import Unit, Work, compressor_of
+from .message import Unit, compressor_of
 
 
 def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw) -> tuple[Work, Travelling]:
@@ -63,10 +64,10 @@ def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travell
         sums.append(total)
     decode, encode = bind_decodes(decodings, 1.0, accumulate=True), codings.bind_encodes(spec, encodings)
 
-    def work(step: int) -> None:
+    def work() -> None:
         torch._foreach_copy_(sums, mine)
         decode()
-        encode(step)
+        encode()
 
     if buffers.flow(spec.stop).hops:
         return work, replace(held, received=None)

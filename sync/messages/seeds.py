@@ -35,10 +35,14 @@ class Seeds:
     Args:
         seed: the seed of the job.
         places: the memories of the rank.
+
+    Attributes:
+        step: the number of the current step.
     """
 
     def __init__(self, seed: int, places: Places) -> None:
-        self._seed, self._places, self._step = seed, places, 0
+        self.step = 0
+        self._seed, self._places = seed, places
         self._added = {
             place: torch.zeros(1, dtype=torch.int64, device=places.memory(place))
             for place in {places.actual(place) for place in Place}
@@ -58,16 +62,16 @@ class Seeds:
         The step that follows the last one is reached by an addition, any other one by storing its number.
         """
         for added in self._added.values():
-            if step == self._step + 1:
+            if step == self.step + 1:
                 added.add_(_STRIDE)
             else:
                 added.fill_(step_seed(0, step))
-        self._step = step
+        self.step = step
 
     def replayed(self) -> int:
         """The number of steps that CUDA graphs have taken, more than the host knows of; waits for the current stream.
 
         It is -1 from the capture of a step, which the host counts, to the first replay.
         """
-        behind = (int(self.added()) * _STEPS_OF - self._step) & SEED_MASK
+        behind = (int(self.added()) * _STEPS_OF - self.step) & SEED_MASK
         return behind if behind <= SEED_MASK // 2 else behind - SEED_MASK - 1

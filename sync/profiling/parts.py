@@ -13,11 +13,11 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..communication.communicators import Communicators
-from ..messages.exchanges import Exchange
 from ..planner.machines.curves import CodecModel, CollectiveCurve, CopyCurve
 from ..planner.machines.machine import Overheads, Shared
 from ..programs.stages import StageKind
 from ..programs.steps import AllGather, AllReduce, Collective, Level, Place
+from ..resources.stage import Issue
 from .measurements.codecs import measure_codecs, works_of
 from .measurements.collective_trains import CollectiveTrains
 from .measurements.collectives import measure_sharing, sharing_s
@@ -163,7 +163,7 @@ class Parts:
             calls = calls_of(step, nbytes, self.communicators, Place.DEVICE, 0)
 
             def measure(
-                kind: str = kind, calls: Sequence[Exchange] = calls, wall_s: float = wall_s, cores_s: float = cores_s
+                kind: str = kind, calls: Sequence[Issue] = calls, wall_s: float = wall_s, cores_s: float = cores_s
             ) -> None:
                 self._note_taken(kind, measure_taken(self.session, calls, self.cores, wall_s, cores_s))
 

@@ -12,11 +12,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from .stages import Resource, StageSpec
 
-Work = Callable[..., object]
-"""A piece of work for a lane: a stage's takes the number of the training step, any other takes nothing."""
-Failed = Callable[[BaseException], object]
-"""Called with the first error of all lanes."""
-
 MAX_PHASES = 8
 """Maximum number of lanes, and of process groups, for the phases of a program. Later phases use them again."""
 
@@ -70,43 +65,19 @@ T = TypeVar("T")
 class AnyLane(Protocol[S, T]):
     """A resource that does one thing at a time, in the order of submission. ``T`` is the type of its tokens."""
 
-    def submit_stage(self, stage: S, step: int, after: Sequence[T]) -> T:
-        """Queue a stage behind the work of the lane and behind ``after``, and return its token; never blocks.
-
-        Args:
-            stage: the stage.
-            step: number of the training step.
-            after: tokens of the work that must be done before.
-        """
-
-    def submit(self, work: Work, after: Sequence[T] = (), failed: Failed | None = None) -> T:
-        """Queue work that is not a stage, likewise; ``failed`` is called with the first error, if there is one."""
+    def submit_stage(self, stage: S, after: Sequence[T]) -> T:
+        """Queue a stage behind the work of the lane and behind the tokens ``after``, and return its token; never
+        blocks."""
 
 
 class Lanes(Protocol[S, T]):
     """All lanes of a rank."""
 
-    @property
-    def error(self) -> BaseException | None:
-        """The first error of any lane, after which nothing runs."""
-
     def lane(self, resource: Resource, phase: int, channel: int = 0) -> AnyLane[S, T]:
         """The lane of :func:`lane_key`."""
 
-    def here(self) -> T:
-        """A token for the work of the submitting thread so far."""
-
     def next_message(self, last_phase: int) -> None:
         """Begin the next message, whose last stage is in phase ``last_phase``."""
-
-    def end_step(self) -> None:
-        """Declare that the next message is submitted only after all others are done."""
-
-    def settle(self) -> None:
-        """After a failure, wait until no lane computes."""
-
-    def close(self) -> None:
-        """Finish all work and release the lanes."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +108,6 @@ def route_of(lanes: Lanes[StageT, T], stages: Sequence[StageT], channel: int) ->
 def submit_stages(
     lanes: Lanes[StageT, T],
     route: Route[StageT, T],
-    step: int,
     after: Sequence[T],
     observe: Callable[[StageT, Any], StageT] | None = None,
 ) -> T:
@@ -146,12 +116,11 @@ def submit_stages(
     Args:
         lanes: the lanes of the rank.
         route: the route of the message through them.
-        step: number of the training step.
         after: tokens of the work that must be done before.
         observe: called with each stage and its lane; returns the stage to submit instead.
     """
     lanes.next_message(route.last_phase)
     for stage, lane in route.stops:
-        after = (lane.submit_stage(stage if observe is None else observe(stage, lane), step, after),)
+        after = (lane.submit_stage(stage if observe is None else observe(stage, lane), after),)
     (token,) = after
     return token

@@ -16,39 +16,16 @@ import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
 
-from ..programs.lanes import IN_FLIGHT, Failed, Work
-from ..programs.stages import StageSpec
-from .workers import LaneFailure, Queue, Task, Token
+from ..programs.lanes import IN_FLIGHT
+from .stage import Issue, Stage
+from .workers import Failed, LaneFailure, Queue, Task, Token, Work
 
 T = TypeVar("T")
-
-
-class LaneStage(Protocol):
-    """The part of a message's stage that lanes need.
-
-    Attributes:
-        spec: its specification.
-        work: runs it, given the number of the training step.
-        begin: starts it in the calling thread and returns the future of its end; ``None`` if the lane must do it.
-        issue: issues a collective, given that number, and returns a function that waits for its end; else ``None``.
-    """
-
-    @property
-    def spec(self) -> StageSpec: ...
-
-    @property
-    def work(self) -> Callable[[int], None]: ...
-
-    @property
-    def begin(self) -> Callable[[], Future[Any]] | None: ...
-
-    @property
-    def issue(self) -> Callable[[int], Callable[[], object]] | None: ...
 
 
 class Lane(ABC):
@@ -63,7 +40,7 @@ class Lane(ABC):
     def __init__(self, name: str, failure: LaneFailure, stream: torch.cuda.Stream | None = None) -> None:
         self.name, self.failure, self.stream = name, failure, stream
 
-    def submit_stage(self, stage: LaneStage, step: int, after: Sequence[Token]) -> Token:
+    def submit_stage(self, stage: Stage, after: Sequence[Token]) -> Token:
         """Queue a stage and return its token; never blocks.
 
         On the host, the calling thread starts a stage with ``begin`` itself if everything before it is done. The lane
@@ -71,14 +48,13 @@ class Lane(ABC):
 
         Args:
             stage: the stage.
-            step: number of the training step.
             after: tokens of the work that must be done before.
         """
         if stage.begin is not None and self.stream is None and all(token.is_done for token in after):
             token = Token()
             self.start(stage.begin, lambda error: token.end())
             return token
-        return self._add(stage.work, (step,), after, None)
+        return self.submit(stage.work, after)
 
     def start(self, begin: Callable[[], Future[Any]], ended: Callable[[BaseException | None], T]) -> Future[T]:
         """Call ``begin`` now, unless there was an error, and return a future of what ``ended`` returns.
@@ -106,30 +82,24 @@ class Lane(ABC):
             return ended(error)
         return ended(None)
 
+    @abstractmethod
     def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
         """Queue ``work`` behind the work of this lane and behind ``after``; never blocks.
 
         Args:
-            work: the work, called without arguments.
+            work: the work.
             after: tokens of the work that must be done before.
             failed: called with the first error, if there is one, instead of or after ``work``.
         """
-        return self._add(work, (), after, failed)
 
-    @abstractmethod
-    def _add(self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None) -> Token:
-        """Queue ``work(*arguments)``, as :meth:`submit`."""
-
-    def _enqueue(
-        self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None
-    ) -> torch.cuda.Event:
+    def _enqueue(self, work: Work, after: Sequence[Token], failed: Failed | None) -> torch.cuda.Event:
         """Run ``work``, which enqueues kernels, on the stream behind the events of ``after``; an event behind it."""
         assert self.stream is not None
         with torch.cuda.stream(self.stream):
             for before in after:
                 if before.event is not None:
                     self.stream.wait_event(before.event)
-            self.failure.run(work, arguments, failed)
+            self.failure.run(work, failed)
         return event_behind(self.stream)
 
 
@@ -167,20 +137,20 @@ class ThreadLane(Lane):
         """The queue, and that of the tasks that issue collectives."""
         return self.queue, self._issuing
 
-    def submit_stage(self, stage: LaneStage, step: int, after: Sequence[Token]) -> Token:
+    def submit_stage(self, stage: Stage, after: Sequence[Token]) -> Token:
         if stage.issue is None or self.stream is not None:
-            return super().submit_stage(stage, step, after)
+            return super().submit_stage(stage, after)
         if len(self._in_flight) == IN_FLIGHT:
             after = (*after, self._in_flight[0])
         collective = _Collective(stage.issue)
-        issued = Task(self._issuing, self._execute, collective.issue, (step,), after, None)
+        issued = Task(self._issuing, self._execute, collective.issue, after, None)
         self._issuing.put(issued)
-        ended = self._add(collective.wait, (), (issued,), None)
+        ended = self.submit(collective.wait, (issued,))
         self._in_flight.append(ended)
         return ended
 
-    def _add(self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None) -> Token:
-        task = Task(self.queue, self._execute, work, arguments, after, failed)
+    def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
+        task = Task(self.queue, self._execute, work, after, failed)
         self._put(task)
         return task
 
@@ -189,13 +159,13 @@ class ThreadLane(Lane):
             self._do(task)
         except BaseException as error:  # raised by a device, not by the work
             self.failure.set(error)
-            self.failure.run(task.work, task.arguments, task.failed)  # only calls ``failed``
+            self.failure.run(task.work, task.failed)  # only calls ``failed``
 
     def _do(self, task: Task) -> None:
         for before in task.after:
             if before.event is not None:
                 before.event.synchronize()
-        self.failure.run(task.work, task.arguments, task.failed)
+        self.failure.run(task.work, task.failed)
 
 
 class _Collective:
@@ -207,11 +177,11 @@ class _Collective:
 
     __slots__ = ("_issue", "_wait")
 
-    def __init__(self, issue: Callable[[int], Callable[[], object]]) -> None:
+    def __init__(self, issue: Issue) -> None:
         self._issue = issue
 
-    def issue(self, step: int) -> None:
-        self._wait = self._issue(step)
+    def issue(self) -> None:
+        self._wait = self._issue()
 
     def wait(self) -> None:
         self._wait()
@@ -223,8 +193,8 @@ class StreamLane(Lane):
     No token in ``after`` may be that of a thread.
     """
 
-    def _add(self, work: Work, arguments: tuple[int, ...], after: Sequence[Token], failed: Failed | None) -> Token:
-        return Token(self._enqueue(work, arguments, after, failed), is_done=True)
+    def submit(self, work: Work, after: Sequence[Token] = (), failed: Failed | None = None) -> Token:
+        return Token(self._enqueue(work, after, failed), is_done=True)
 
 
 class FedStreamLane(ThreadLane):
@@ -236,7 +206,7 @@ class FedStreamLane(ThreadLane):
     """
 
     def _do(self, task: Task) -> None:
-        task.event = self._enqueue(task.work, task.arguments, task.after, task.failed)
+        task.event = self._enqueue(task.work, task.after, task.failed)
 
 
 def event_behind(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -17,11 +17,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 
-from ..programs.lanes import Failed, Work
+Work = Callable[[], object]
+"""A piece of work for a lane."""
+Failed = Callable[[BaseException], object]
+"""Called with the first error of all lanes."""
 
 _PATIENCE_S = 0.1  # how long closing waits for a thread after a failure
 _EXIT_PATIENCE_S = 1.0  # how long the end of the program waits for threads
@@ -78,25 +80,23 @@ class Task(Token):
         queue: the queue.
         execute: runs the task, and never raises.
         work: the work.
-        arguments: the arguments of ``work``.
         after: tokens of the work that must be done before.
         failed: called with the first error, if there is one, instead of or after ``work``.
     """
 
-    __slots__ = ("after", "arguments", "execute", "failed", "queue", "work")
+    __slots__ = ("after", "execute", "failed", "queue", "work")
 
     def __init__(
         self,
         queue: Queue,
         execute: Callable[[Task], None],
         work: Work,
-        arguments: tuple[Any, ...],
         after: Sequence[Token],
         failed: Failed | None,
     ) -> None:
         super().__init__()
         self.queue, self.execute = queue, execute
-        self.work, self.arguments, self.after, self.failed = work, arguments, after, failed
+        self.work, self.after, self.failed = work, after, failed
 
     def is_ready(self) -> bool:
         """Whether everything before is done."""
@@ -108,7 +108,7 @@ class Task(Token):
     def run(self) -> None:
         """Run the task, and let go of all that it needed."""
         self.execute(self)
-        self.work, self.arguments, self.after, self.failed = _nothing, (), (), None
+        self.work, self.after, self.failed = _nothing, (), None
         self.is_done = True
 
 
@@ -133,14 +133,14 @@ class LaneFailure:
             if self.error is None:
                 self.error = error
 
-    def run(self, work: Work, arguments: tuple[Any, ...], failed: Failed | None) -> None:
-        """Call ``work(*arguments)`` unless there is an error already.
+    def run(self, work: Work, failed: Failed | None) -> None:
+        """Call ``work`` unless there is an error already.
 
         If there is one, or ``work`` raises, ``failed`` is called with the first error.
         """
         if self.error is None:
             try:
-                work(*arguments)
+                work()
                 return
             except BaseException as error:  # errors of all kinds, because others wait for the work
                 self.set(error)
@@ -208,7 +208,7 @@ class Queue:
         """The completion of all that has been put so far."""
         if not self._tasks and not self._taken.locked():
             return Token(is_done=True)
-        task = Task(self, _leave, _nothing, (), (), None)
+        task = Task(self, _leave, _nothing, (), None)
         self.put(task)
         return task
 

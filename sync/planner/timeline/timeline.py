@@ -264,7 +264,7 @@ class Step:
             part = tuple(group)
             if elsewhere is None:
                 self._origins += [origin] * len(part)
-                after = (submit_stages(lanes, route_of(lanes, part, message.channel), 0, after),)
+                after = (submit_stages(lanes, route_of(lanes, part, message.channel), after),)
             else:
                 for stage in part:
                     lane = (elsewhere, stage.lane(message.channel))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from ...programs.lanes import BoundStage, Failed, LaneKey, Work, lane_key
+from ...programs.lanes import BoundStage, LaneKey, lane_key
 from ...programs.stages import Resource
 from .simulator import Need, Shares, SimulatedTask, Times, simulate
 
@@ -86,8 +86,6 @@ class VirtualLanes(Generic[S]):
     Attributes:
         submitted: all stages so far, in the order of submission.
     """
-
-    error = None
 
     def __init__(
         self,
@@ -179,12 +177,6 @@ class VirtualLanes(Generic[S]):
     def next_message(self, last_phase: int) -> None:
         """Nothing to do: each lane has its work in the order of submission."""
 
-    def end_step(self) -> None:
-        """Nothing to do."""
-
-    def settle(self) -> None:
-        """Nothing to do: nothing runs."""
-
     def close(self) -> None:
         """Forget the lanes, which refer to this object, so that nothing is left to the garbage collector."""
         self._lanes.clear()
@@ -203,7 +195,7 @@ class VirtualLane(Generic[S]):
     def __init__(self, lanes: VirtualLanes[S], key: LaneKey, number: int) -> None:
         self._lanes, self.key, self._number = lanes, key, number
 
-    def submit_stage(self, stage: S, step: int, after: Sequence[int]) -> int:
+    def submit_stage(self, stage: S, after: Sequence[int]) -> int:
         """Queue a stage, and return the token of its end.
 
         The first stage of a message, with nothing before it but the submitting thread, begins when it has been
@@ -219,6 +211,6 @@ class VirtualLane(Generic[S]):
         lanes.submitted.append(Submitted(stage, self.key, token, at_once))
         return token
 
-    def submit(self, work: Work, after: Sequence[int] = (), failed: Failed | None = None) -> int:
+    def submit(self, work: Callable[[], object], after: Sequence[int] = ()) -> int:
         """Queue work that is not a stage. It is not run, and takes no time."""
         return self._lanes.add(self._number, Need(), tuple(after) or (self._lanes.here(),))

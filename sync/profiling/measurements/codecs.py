@@ -244,4 +244,4 @@ def _low_rank_message(session: Session, arena: Arena, method: Compressor, case: 
 
 
 def _call(message: LowRankMessage, index: int) -> Work:
-    return lambda: message.stages[index].work(0)
+    return message.stages[index].work

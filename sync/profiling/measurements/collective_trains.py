@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from ...communication.communicators import Communicators
 from ...communication.ranks import OutOfTime
-from ...messages.exchanges import Exchange
 from ...planner.machines.curves import CollectiveCurve
 from ...programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collective, Gather, Hop, Level, Place, Reduce
+from ...resources.stage import Issue
 from .fits import APART, CallCost, averaged, curve_of, quietest
 from .session import Session
 from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
@@ -54,7 +54,7 @@ class CollectiveTrains:
         if isinstance(step, Broadcast | Gather | Reduce):  # see the module
             self._longest_s, self._cost, self._least = min(self._longest_s, LONG_CALL_S), averaged, _ROOTED_TRAINS
         self._found: dict[int, list[list[tuple[float, float]]]] = {}  # trains of every moment, by size
-        self._calls: dict[int, list[Exchange]] = {}
+        self._calls: dict[int, list[Issue]] = {}
         self._spent_s: dict[int, float] = {}  # at this moment
         self._doubted: list[int] = []  # sizes that need another moment though two agree
 

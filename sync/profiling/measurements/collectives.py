@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ...communication.communicators import Communicators
-from ...messages.exchanges import Exchange
 from ...planner.machines.curves import CollectiveCurve
 from ...programs.lanes import IN_FLIGHT
 from ...programs.rules import Site
@@ -28,6 +27,7 @@ from ...programs.steps import (
     ReduceScatter,
 )
 from ...programs.topology import Topology
+from ...resources.stage import Issue
 from .session import Session
 from .trains import LONG_CALL_S, TRAIN, calls_of, train
 
@@ -93,11 +93,11 @@ def _sharing_sizes(curve: CollectiveCurve) -> list[tuple[float, float]]:
     return [each for each in known if each[1] < LONG_CALL_S][-2:] or known[:1]
 
 
-def _at_once(channels: Collection[Sequence[Exchange]], device: torch.device, length: int) -> list[float]:
+def _at_once(channels: Collection[Sequence[Issue]], device: torch.device, length: int) -> list[float]:
     """Seconds of a train on each channel when all have one at the same time."""
     seconds: list[float] = []
 
-    def run(calls: Sequence[Exchange]) -> None:
+    def run(calls: Sequence[Issue]) -> None:
         on_stream: Any = nullcontext()
         if device.type == "cuda":
             on_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...messages.message import Wait
+from ...resources.stage import Wait
 from .session import Session
 
 _WIDTH, _ROWS = 512, 64  # gradients of a megabyte, as large as backward's other data together

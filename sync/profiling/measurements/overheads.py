@@ -13,10 +13,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.engine import Engine
-from ...messages.message import Message, Stage
+from ...messages.message import Message
 from ...planner.machines.machine import Overheads
 from ...programs.stages import Resource, StageKind, StageSpec
 from ...resources.lanes import DeviceLanes
+from ...resources.stage import Stage
 from .session import Session
 
 _COUNTS = (1, 3, 5)  # stages of a message
@@ -44,18 +45,18 @@ def _engine(session: Session) -> tuple[float, float, float]:
     try:
         found = [[_message(engine, count) for count in _COUNTS] for _ in range(session.extent.rounds + 2)]
     finally:
-        engine.close()
+        engine.lanes.close()
     walls, submits = np.median(np.array(found), axis=0).T
     stage_s, _ = np.polyfit(_COUNTS, walls, 1)
     submit_s, message_s = np.polyfit(_COUNTS, submits, 1)
     return tuple(max(float(each), 0.0) for each in (stage_s, submit_s, message_s))  # type: ignore[return-value]
 
 
-def _message(engine: Engine[Any], stages: int) -> tuple[float, float]:
+def _message(engine: Engine, stages: int) -> tuple[float, float]:
     """Seconds of a message of empty stages, and those of the submitting thread."""
     message = Message()
     message.keys, message.sent_nbytes = ("empty",), 0.0
-    message.stages = [Stage(_spec(index), lambda step: None) for index in range(stages)]
+    message.stages = [Stage(_spec(index), lambda: None) for index in range(stages)]
     submit_s, start_s = 0.0, time.perf_counter()
     for _ in range(_CALLS):
         ended = threading.Event()

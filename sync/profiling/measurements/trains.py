@@ -17,8 +17,7 @@ import torch
 from ...communication.communicators import Communicators
 from ...communication.links import RankConnections
 from ...messages.collectives import bind_hop, bind_payload_collective, bind_raw_collective
-from ...messages.exchanges import Exchange
-from ...messages.message import DenseMessage, Wait
+from ...messages.message import DenseMessage
 from ...programs.lanes import IN_FLIGHT
 from ...programs.rules import Flow
 from ...programs.sizes import wire_ratio
@@ -35,6 +34,7 @@ from ...programs.steps import (
     ReduceScatter,
 )
 from ...programs.topology import Topology
+from ...resources.stage import Issue, Wait
 from .stopwatch import Stopwatch
 
 TRAIN, LONG_TRAIN = 9, 5
@@ -46,7 +46,7 @@ _ALIGN = 16
 _MAX_ROOTS = 8
 
 
-def calls_of(step: Collective, nbytes: int, communicators: Communicators, place: Place, channel: int) -> list[Exchange]:
+def calls_of(step: Collective, nbytes: int, communicators: Communicators, place: Place, channel: int) -> list[Issue]:
     """Calls of a collective with ``nbytes`` bytes of data on every rank, to be issued in turns.
 
     Consecutive calls have different buffers, like those of different messages, and different roots.
@@ -59,7 +59,7 @@ def calls_of(step: Collective, nbytes: int, communicators: Communicators, place:
     return [_bound(step, nbytes, link, communicators, place, root) for root in roots]
 
 
-def _average(nbytes: int, communicators: Communicators) -> Exchange:
+def _average(nbytes: int, communicators: Communicators) -> Issue:
     """The call by which plain gradients are averaged."""
     grad = communicators.places.zeros((nbytes // 4,), torch.float32, Place.DEVICE)
     (stage,) = DenseMessage(grad, (), communicators).stages
@@ -74,7 +74,7 @@ def _average(nbytes: int, communicators: Communicators) -> Exchange:
 
 def _bound(
     step: Collective, nbytes: int, link: RankConnections, communicators: Communicators, place: Place, root: int
-) -> Exchange:
+) -> Issue:
     places = communicators.places
     chunk = max(nbytes // link.ranks // _ALIGN, 1) * _ALIGN
     match step:
@@ -101,7 +101,7 @@ def wire_nbytes(step: Collective, nbytes: int, topology: Topology) -> float:
     return wire_ratio(step, Flow(), topology).nbytes(before, after)
 
 
-def train(calls: Sequence[Exchange], device: torch.device, length: int = TRAIN) -> tuple[float, float, float]:
+def train(calls: Sequence[Issue], device: torch.device, length: int = TRAIN) -> tuple[float, float, float]:
     """Seconds and CPU seconds of a call in a train of ``length`` calls, and seconds of the whole train."""
     watch = Stopwatch(device)
     waits: deque[Wait] = deque()

@@ -13,22 +13,21 @@ from torch.futures import Future
 
 from gckernels.sync import Topology
 from gckernels.sync.communication.communicators import DryCommunicators
-from gckernels.sync.engine.averages import start_average
 from gckernels.sync.engine.engine import Engine
-from gckernels.sync.messages.message import DenseMessage, Message, Stage
+from gckernels.sync.messages.message import DenseMessage, Message
 from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource
 from gckernels.sync.resources.lanes import DeviceLanes
-from gckernels.sync.resources.workers import Token
+from gckernels.sync.resources.stage import Stage
 
 LONG_S = 30.0
 (AVERAGE,) = IN_PLACE_STAGES
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine[Token]]:
+def engine() -> Iterator[Engine]:
     engine = Engine(DeviceLanes(torch.device("cpu")), phases=1)
     yield engine
-    engine.close()
+    engine.lanes.close()
 
 
 def message(log: list[Any], name: str, ends: Future[None] | None = None) -> Message:
@@ -46,7 +45,7 @@ def message(log: list[Any], name: str, ends: Future[None] | None = None) -> Mess
 
     made = Message()
     made.keys = (name,)
-    made.stages = (Stage(AVERAGE, lambda step: note("worked"), begin=begin),)
+    made.stages = (Stage(AVERAGE, lambda: note("worked"), begin=begin),)
     return made
 
 
@@ -86,12 +85,12 @@ def test_after_a_failure_nothing_is_begun_and_it_is_told(engine):
         raise ArithmeticError("the wire is broken")
 
     first = message(log, "a")
-    first.stages = (Stage(AVERAGE, lambda step: None, begin=broken),)
+    first.stages = (Stage(AVERAGE, lambda: None, begin=broken),)
     tokens = [engine.submit(each, 0, [engine.lanes.here()]) for each in (first, message(log, "b"))]
     ended = threading.Event()
     engine.finish(tokens, ended.set, lambda error: (notified.append(str(error)), ended.set()))
     assert ended.wait(LONG_S) and notified == ["the wire is broken"] and not log
-    assert isinstance(engine.error, ArithmeticError)
+    assert isinstance(engine.lanes.error, ArithmeticError)
 
 
 def test_a_failure_of_what_was_begun_ends_all_and_is_told(engine):
@@ -116,7 +115,7 @@ def dense(begin: Callable[[], Future[None]]) -> DenseMessage:
 
 def test_a_bucket_of_one_collective_ends_with_it(engine):
     end, outcomes = Future(), []
-    future = start_average(engine.lanes, dense(lambda: end), 0, 1, lambda error: outcomes.append(error) or "value")
+    future = engine.start_average(dense(lambda: end), 0, lambda error: outcomes.append(error) or "value")
     assert future is not None and not future.done() and not outcomes
     end.set_result(None)
     assert future.done() and future.value() == "value" and outcomes == [None]
@@ -131,10 +130,10 @@ def test_its_failure_is_one_of_all_lanes(engine, at_once):
             raise ArithmeticError("the wire is broken")
         return end
 
-    future = start_average(engine.lanes, dense(begin), 0, 1, lambda error: outcomes.append(error) or "failed")
+    future = engine.start_average(dense(begin), 0, lambda error: outcomes.append(error) or "failed")
     if not at_once:
         end.set_exception(ArithmeticError("the wire is broken"))
     assert future.value() == "failed"
-    assert isinstance(engine.error, ArithmeticError) and str(outcomes[0]) == "the wire is broken"
-    after = start_average(engine.lanes, dense(lambda: log.append("begun")), 0, 1, lambda error: str(error))
+    assert isinstance(engine.lanes.error, ArithmeticError) and str(outcomes[0]) == "the wire is broken"
+    after = engine.start_average(dense(lambda: log.append("begun")), 0, lambda error: str(error))
     assert after.value() == "the wire is broken" and not log

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from gckernels import from_spec
 from gckernels.sync import Plan, Topology, UnitPlan, attach, record_timeline, uniform_plan
 from gckernels.sync.communication.communicators import DryCommunicators
-from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.encoded import EncodedMessage
-from gckernels.sync.messages.message import DenseMessage, Stage, Unit
+from gckernels.sync.messages.message import DenseMessage, Unit
 from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.planner.timeline.simulator import Need
 from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
@@ -23,6 +22,7 @@ from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.resources.feedback import Feedback
+from gckernels.sync.resources.stage import Stage
 from harness.replay import ReplayedMessage, read_steps, replay
 from ranks import run_ranks, values_of
 from workloads import topology
@@ -163,7 +163,7 @@ def end_of(*messages: tuple[int, list[Timed]]) -> float:
     """The time at which the last message ends when messages are submitted without a pause, each on its channel."""
     lanes = VirtualLanes[Timed](lambda stage: stage.cost)
     for channel, stages in messages:
-        submit_stages(lanes, route_of(lanes, stages, channel), 0, (lanes.here(),))
+        submit_stages(lanes, route_of(lanes, stages, channel), (lanes.here(),))
     return lanes.run().end_s
 
 
@@ -195,17 +195,17 @@ def test_what_starts_immediately_overlaps_and_takes_time_of_the_submitter():
 
 def test_what_is_waited_for_together_holds_its_lane():
     lanes = VirtualLanes[Timed](lambda stage: stage.cost)
-    token = submit_stages(lanes, route_of(lanes, [timed(SEND, 4.0)], 0), 0, (lanes.here(),))
+    token = submit_stages(lanes, route_of(lanes, [timed(SEND, 4.0)], 0), (lanes.here(),))
     lanes.lane(CODE, 1).submit(lambda: pytest.fail("work is not done"), [token])
     lanes.wait_until(2.0)
     waited = lanes.here()
-    last = submit_stages(lanes, route_of(lanes, [timed(CODE, 1.0, 1)], 0), 0, (waited,))
+    last = submit_stages(lanes, route_of(lanes, [timed(CODE, 1.0, 1)], 0), (waited,))
     times = lanes.run().times
     assert times.end_s[waited] == 2.0
     assert times.end_s[last] == 5.0
 
 
-def test_the_engine_takes_virtual_lanes():
+def test_virtual_lanes_take_real_messages():
     """Real messages are submitted as usual, and none of their work runs."""
     communicators = DryCommunicators(0, Topology(4))
     grad = torch.zeros(1000, device="meta")
@@ -213,15 +213,12 @@ def test_the_engine_takes_virtual_lanes():
     places = communicators.places
     encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(places), Seeds(0, places))
     lanes = VirtualLanes[Stage](lambda stage: Cost(Need(1.0 + stage.sent_nbytes)))
-    engine = Engine(lanes, phases=2)
     dense = DenseMessage(grad, ["p"], communicators)
-    tokens = [engine.submit(each, 3, [lanes.here()], last=False) for each in (encoded, dense)]
-    engine.end_step()
-    engine.finish(tokens, lambda: pytest.fail("ran"), lambda error: pytest.fail("failed"))
-    engine.close()
+    routes = [route_of(lanes, each.stages, each.channel) for each in (encoded, dense)]
+    tokens = [submit_stages(lanes, route, [lanes.here()]) for route in routes]
+    lanes.lane(CODE, 2).submit(lambda: pytest.fail("ran"), tokens)
     end_s = lanes.run().times.end_s
     assert [end_s[token] for token in tokens] == [5.0 + encoded.sent_nbytes, 1.0 + dense.sent_nbytes]
     assert [each.lane.name for each in lanes.submitted] == [
         *("compute-0", "communicate-0-0", "compute-1", "communicate-1-0", "compute-2", "average-0"),
     ]
-    assert engine.error is None

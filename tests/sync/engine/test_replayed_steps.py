@@ -25,10 +25,10 @@ def steps_of_states() -> list[int]:
     train(module, 3)
     found = [attachment.state_dict()["step"]]
     seeds = attachment._frontend.runtime._seeds
-    known = seeds._step
+    known = seeds.step
     for count in range(1, REPLAYS + 1):  # as replays leave the memory of the device
         seeds.begin(known + count)
-    seeds._step = known
+    seeds.step = known
     found.append(attachment.state_dict()["step"])
     train(module, 1)
     found.append(attachment.state_dict()["step"])

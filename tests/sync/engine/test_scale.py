@@ -152,7 +152,7 @@ def sent_by(
         for stage in message.stages:
             if stage.spec.resource.does == "communicate":
                 before = len(found.order)
-                stage.work(0)
+                stage.work()
                 (group,) = found.order[before:]
                 assert (group.phase, group.channel) == (stage.spec.phase, message.channel)
     return found

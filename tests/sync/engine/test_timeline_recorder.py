@@ -19,10 +19,11 @@ from gckernels import sync
 from gckernels.sync import attach, record_timeline
 from gckernels.sync.engine import timeline_recorder
 from gckernels.sync.engine.timeline_recorder import TimelineRecorder
-from gckernels.sync.messages.message import Message, Stage
+from gckernels.sync.messages.message import Message
 from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource, StageKind, StageSpec
 from gckernels.sync.resources.lanes import DeviceLanes
+from gckernels.sync.resources.stage import Stage
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import topology
@@ -216,11 +217,11 @@ def test_work_that_fails_is_recorded():
         raise Broken
 
     spec = StageSpec(StageKind.COLLECTIVE, "AllGather", 0, Resource.COMMUNICATE, 0, 1)
-    stage, message = Stage(spec, lambda offset: None, 12.0), Message()
+    stage, message = Stage(spec, lambda: None, 12.0), Message()
     message.keys = ("a", "b")
     lane = lanes.lane(Resource.COMMUNICATE, 0, 0)
-    observed = recorder.observe(message, 7, 2)(replace(stage, work=lambda offset: fail()), lane)
-    lane.submit_stage(observed, 0, ()).join()
+    observed = recorder.observe(message, 7, 2)(replace(stage, work=lambda: fail()), lane)
+    lane.submit_stage(observed, ()).join()
     lanes.close()
     assert isinstance(lanes.failure.error, Broken)
     (event,) = recorder.record(wait=True)["events"]
@@ -259,7 +260,7 @@ def test_lanes_are_in_the_order_in_which_messages_pass_them():
         message.channel = channel
         for resource in (Resource.COMMUNICATE, Resource.COMPUTE):
             spec = StageSpec(StageKind.ENCODE, "Any", phase, resource, 0, 1)
-            stage, lane = Stage(spec, lambda offset: None), lanes.lane(resource, phase, channel)
+            stage, lane = Stage(spec, lambda: None), lanes.lane(resource, phase, channel)
             recorder.observe(message, 0, 2)(stage, lane)
     assert recorder.record(wait=True)["lanes"] == [
         *("compute-0", "communicate-0-0", "communicate-0-1"),
@@ -274,8 +275,8 @@ def test_averages_that_overlap_are_in_rows_of_their_own():
     message.keys = ()
 
     def begin(number: int) -> None:
-        stage = Stage(spec, lambda offset: None, begin=lambda: ends[number])
-        lane.submit_stage(recorder.observe(message, 0, 1)(stage, lane), 0, ())
+        stage = Stage(spec, lambda: None, begin=lambda: ends[number])
+        lane.submit_stage(recorder.observe(message, 0, 1)(stage, lane), ())
 
     begin(0)
     begin(1)
@@ -299,8 +300,8 @@ def test_streams():
     before_ns, token = time.time_ns(), lanes.here()
     for step, each in enumerate((lane, other, lane, other)):
         spec = StageSpec(StageKind.ENCODE, "Encode", 0, Resource.COMPUTE, 0, 1)
-        stage = Stage(spec, lambda offset: values.add_(1))
-        token = each.submit_stage(recorder.observe(message, step, 2)(stage, each), 0, (token,))
+        stage = Stage(spec, lambda: values.add_(1))
+        token = each.submit_stage(recorder.observe(message, step, 2)(stage, each), (token,))
     events = recorder.record(wait=True)["events"]
     assert [event["args"]["step"] for event in events] == [0, 1, 2, 3] and all(event["dur"] > 0 for event in events)
     # elapsed times are fp32 milliseconds, exact to half a microsecond

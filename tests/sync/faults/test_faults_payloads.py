@@ -18,9 +18,8 @@ from gckernels.codec import Codec
 from gckernels.sync import attach
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives, encoded
-from gckernels.sync.messages.exchanges import Exchange
-from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, ring
+from gckernels.sync.resources.stage import Issue, Wait
 from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
@@ -93,20 +92,20 @@ class Wire:
         for name in ("gather", "broadcast"):
             patch.setattr(dist, name, self._sending(name, getattr(dist, name)))
 
-    def _exchanging(self, name: str, bind: Callable[..., Exchange]) -> Callable[..., Exchange]:
-        def bound(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Exchange:
+    def _exchanging(self, name: str, bind: Callable[..., Issue]) -> Callable[..., Issue]:
+        def bound(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:
             return self._damaging(name, bind(link, sent, received), sent)
 
         return bound
 
-    def _hopping(self, bind: Callable[..., tuple[torch.Tensor, Exchange]]) -> Callable[..., Any]:
-        def bound(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor, Exchange]:
+    def _hopping(self, bind: Callable[..., tuple[torch.Tensor, Issue]]) -> Callable[..., Any]:
+        def bound(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor, Issue]:
             received, exchange = bind(buffer, link)
             return received, self._damaging("hop", exchange, buffer)
 
         return bound
 
-    def _damaging(self, name: str, exchange: Exchange, sent: torch.Tensor) -> Exchange:
+    def _damaging(self, name: str, exchange: Issue, sent: torch.Tensor) -> Issue:
         def damaging() -> Wait:
             self._damage(name, sent)
             return exchange()

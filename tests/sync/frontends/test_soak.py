@@ -81,7 +81,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     feedback, seeds = Feedback(places), Seeds(0, places)
     messages, grads = make_messages(choose, communicators, feedback, seeds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ThreadLane, "_add", delayed(ThreadLane._add, random.Random(rank), rank == slow))
+        patch.setattr(ThreadLane, "submit", delayed(ThreadLane.submit, random.Random(rank), rank == slow))
         before = 0
         for step in range(steps):
             for grad in grads:
@@ -90,7 +90,7 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
             tokens = [engine.submit(each, step, [engine.lanes.here()]) for each in choose.sample(messages, IN_A_STEP)]
             for token in tokens:
                 token.join()
-            assert engine.error is None, engine.error
+            assert engine.lanes.error is None, engine.lanes.error
             if step == steps // 4:
                 before = resident_nbytes()
     growth = resident_nbytes() - before
@@ -99,24 +99,24 @@ def soaked(steps: int, slow: int | None) -> tuple[str, float, bool]:
     # the last synchronised values are the same on all ranks
     for message in messages:
         engine.submit(message, steps, [engine.lanes.here()]).join()
-    engine.close()
+    engine.lanes.close()
     communicators.close()
     return digest_of(grads), growth, finite
 
 
-def delayed(add, choose: random.Random, is_slow: bool):
-    """An ``_add`` whose work sometimes begins late, with fifty times the delay on a slow rank."""
+def delayed(submit, choose: random.Random, is_slow: bool):
+    """A ``submit`` whose work sometimes begins late, with fifty times the delay on a slow rank."""
 
-    def add_delayed(lane, work, arguments, after, failed):
+    def submit_delayed(lane, work, after=(), failed=None):
         delay_s = DELAY_S * (50 if is_slow else 1) * choose.random() if choose.random() < 0.1 else 0.0
 
-        def late(*given) -> None:
+        def late() -> None:
             time.sleep(delay_s)
-            work(*given)
+            work()
 
-        return add(lane, late, arguments, after, failed)
+        return submit(lane, late, after, failed)
 
-    return add_delayed
+    return submit_delayed
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def repeated_steps(places: Places) -> list[list[str]]:
         def step(number: int, message: EncodedMessage = message, seeds: Seeds = seeds) -> None:
             seeds.begin(number)
             for stage in message.stages:
-                stage.work(number)
+                stage.work()
 
         step(1)  # compiles and connects; zeros leave no residual
         replay = captured(step, graphs) if places == ON_GPU else None

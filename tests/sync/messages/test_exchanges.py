@@ -15,11 +15,11 @@ from gckernels.sync.communication.collectives import all_gather
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.communication.links import ONE_WAY_NBYTES, RankConnections
 from gckernels.sync.messages import exchanges
-from gckernels.sync.messages.message import Wait
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.lanes import IN_FLIGHT
 from gckernels.sync.programs.rules import Site
 from gckernels.sync.resources.memory_spaces import Places
+from gckernels.sync.resources.stage import Wait
 from ranks import run_ranks, values_of
 
 SIZES = (0, 1, 777, ONE_WAY_NBYTES - 1, ONE_WAY_NBYTES, exchanges.AROUND_NBYTES - 1, exchanges.AROUND_NBYTES, 300_001)

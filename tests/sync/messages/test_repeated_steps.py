@@ -62,7 +62,7 @@ def done_in(step: int, message: Message, seeds: Seeds) -> tuple[list[Launch], li
         seeds.begin(step)
         for stage in message.stages:
             if stage.spec.level is None:
-                stage.work(step)
+                stage.work()
     return launches, found.calls
 
 

@@ -44,8 +44,8 @@ def test_steps_of_replays_are_found_in_memory(step):
     before = seeds.added().clone()
     for count in (1, 2, 3):  # as replays of the following step leave it
         seeds.begin(step + count)
-        seeds._step = step
+        seeds.step = step
         assert seeds.replayed() == count
     seeds.added().copy_(before)
-    seeds._step = step + 1  # a step has been captured, and not yet replayed
+    seeds.step = step + 1  # a step has been captured, and not yet replayed
     assert seeds.replayed() == -1

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gckernels.sync.messages.exchanges import Exchange
-from gckernels.sync.messages.message import Wait
 from gckernels.sync.profiling.measurements import trains
+from gckernels.sync.resources.stage import Issue, Wait
 
 CALL_S = 1.0
 
@@ -56,6 +55,6 @@ class FairLink:
 def test_a_call_takes_the_time_of_its_bytes(monkeypatch: pytest.MonkeyPatch, head_start_s: float, length: int) -> None:
     link = FairLink(head_start_s)
     monkeypatch.setattr(trains, "Stopwatch", lambda device: link)
-    calls: list[Exchange] = [link.issue]
+    calls: list[Issue] = [link.issue]
     call_s, _, _ = trains.train(calls, torch.device("cpu"), length)
     assert call_s == pytest.approx(CALL_S, rel=1e-6)

@@ -175,9 +175,11 @@ def synchronise(
             for grad, values in zip(grads, gradients(step, rank, dtype), strict=True):
                 grad.copy_(values)
             seeds.begin(step)
-            engine.submit(message, step, [engine.lanes.here()]).wait()
-            if engine.error is not None:
-                raise AssertionError(describe(program)) from engine.error
+            token = engine.submit(message, step, [engine.lanes.here()])
+            engine.lanes.end_step()
+            token.wait()
+            if engine.lanes.error is not None:
+                raise AssertionError(describe(program)) from engine.lanes.error
             results = [grad.cpu() for grad in grads]
             digests.append(digest_of(results))
             for total, mean, result in zip(balance, averages(step, world_size, dtype), results, strict=True):
@@ -192,7 +194,7 @@ def synchronise(
                 total[encoding.start : encoding.stop] -= encoding.weight * kept
         lost = summed(torch.cat(balance)).abs().max().item()
         found.append(Found(f"{describe(program)} with {spec}", error, lost, "".join(digests)))
-    engine.close()
+    engine.lanes.close()
     communicators.close()
     return found
 

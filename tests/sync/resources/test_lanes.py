@@ -209,7 +209,7 @@ def test_work_that_comes_while_a_thread_looks_for_work_is_taken_up():
             return found
 
     queue = Interrupted(pool)
-    queue.comes = Task(queue, lambda task: done.append(task), lambda: None, (), (), None)
+    queue.comes = Task(queue, lambda task: done.append(task), lambda: None, (), None)
     found = queue.take()
     assert found is not None and queue.take() is None
     pool.start(found)
@@ -241,7 +241,7 @@ class Collective:
         self.name, self.events = name, events
         self.may_end = threading.Event()
 
-    def issue(self, offset: int):
+    def issue(self):
         self.events.append(f"{self.name} issued")
         return self.wait
 
@@ -253,7 +253,7 @@ class Collective:
 def test_two_collectives_of_a_lane_are_on_their_way(lanes):
     events: list[str] = []
     lane, stages = lanes.lane(Resource.COMMUNICATE, 0), [Collective(name, events) for name in "abcd"]
-    tokens = [lane.submit_stage(stage, 0, ()) for stage in stages]
+    tokens = [lane.submit_stage(stage, ()) for stage in stages]
     for number, stage in enumerate(stages):
         while len(events) < min(2 + 2 * number, 4 + number):
             time.sleep(0.001)
@@ -272,8 +272,8 @@ def test_collectives_are_issued_in_order_when_a_later_one_is_ready_first(lanes):
     first, second = Collective("a", events), Collective("b", events)
     first.may_end.set()
     second.may_end.set()
-    token = lane.submit_stage(first, 0, (compute.submit(lambda: ready.wait(LONG_S)),))
-    last = lane.submit_stage(second, 0, ())
+    token = lane.submit_stage(first, (compute.submit(lambda: ready.wait(LONG_S)),))
+    last = lane.submit_stage(second, ())
     time.sleep(0.01)
     assert not events
     ready.set()
@@ -287,10 +287,10 @@ def test_a_collective_that_cannot_be_issued_is_not_waited_for(lanes):
     lane = lanes.lane(Resource.COMMUNICATE, 0)
 
     class Broken(Collective):
-        def issue(self, offset: int):
+        def issue(self):
             raise RuntimeError("no link")
 
-    tokens = [lane.submit_stage(stage, 0, ()) for stage in (Broken("a", events), Collective("b", events))]
+    tokens = [lane.submit_stage(stage, ()) for stage in (Broken("a", events), Collective("b", events))]
     for token in tokens:
         finished(token)
     assert str(lanes.error) == "no link" and not events

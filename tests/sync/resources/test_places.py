@@ -100,7 +100,7 @@ def check_stages(program: Program, rank: int, *unused: str) -> None:
     for stage in message.stages:
         sent_from.clear()
         with Touched() as touched, no_collectives(sent_from):
-            stage.work(0)
+            stage.work()
         found = sent_from.union(*touched.devices)
         assert found <= ALLOWED[stage.spec.resource], (program, stage)
         if not stage.spec.name.startswith("Hop"):  # hops are replaced by nothing
