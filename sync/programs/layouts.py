@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 
@@ -56,6 +56,37 @@ class Extent:
         return numel if self.grains is None else self.grains * chunk_numel(numel, self.parts)
 
 
+RAW, RAW_FP32 = -2, -1
+"""Data that is not encoded, in the dtype of the gradients or in fp32."""
+
+
+class Content(NamedTuple):
+    """The form and size of the data that a rank holds. Many programs hold the same few contents.
+
+    Attributes:
+        extent: the elements of a piece.
+        form: :data:`RAW`, :data:`RAW_FP32` or the round of the method that has made the payloads.
+        pieces: the number of pieces.
+    """
+
+    extent: Extent
+    form: int
+    pieces: int
+
+    def nbytes(self, numel: int, itemsize: int, payload_nbytes: Callable[[int, int], int]) -> int:
+        """The bytes for a unit.
+
+        Args:
+            numel: the elements of the unit.
+            itemsize: the bytes of an element of its gradient.
+            payload_nbytes: the bytes of a payload, for a number of elements and a round.
+        """
+        elements = self.extent.elements(numel)
+        if self.form >= 0:
+            return self.pieces * payload_nbytes(elements, self.form)
+        return self.pieces * elements * (itemsize if self.form == RAW else 4)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The form of the data that a rank holds between two steps.
@@ -63,9 +94,9 @@ class Layout:
     Attributes:
         flow: the flow between the steps.
         piece: elements of the unit or, for a shard, of a full one.
-        sources: number of payloads for the same elements, side by side, to be merged.
-        chunks: number of chunks, side by side, each with separate payloads.
-        payload: elements for which each payload is laid out.
+        sources: number of payloads for the same elements, side by side, to be merged; 1 for raw data.
+        chunks: number of chunks, side by side, each with separate payloads; 1 for raw data.
+        payload: elements for which each payload is laid out; ``piece`` for raw data.
         round: index of the method's round that has made the payloads.
         is_fp32: whether raw data is fp32, whatever the dtype of the gradient.
     """
@@ -77,6 +108,12 @@ class Layout:
     payload: Extent = Extent()
     round: int = 0
     is_fp32: bool = False
+
+    @property
+    def content(self) -> Content:
+        """The content of the layout."""
+        raw = RAW_FP32 if self.is_fp32 else RAW
+        return Content(self.payload, self.round if self.flow.encoded else raw, self.sources * self.chunks)
 
 
 @dataclass(frozen=True)

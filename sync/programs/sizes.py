@@ -1,7 +1,7 @@
 """The bytes that a rank holds of a unit between the steps of its program, and the bytes that each step sends.
 
 :func:`sizes_of` returns the sizes of one unit. Messages allocate their buffers from them. Planners, which have many
-units in many programs, take sizes from :mod:`.contents`, where the same layouts are functions of the unit's size.
+units in many programs, take the contents of :mod:`.layouts`, which are functions of the unit's size.
 
 Raw data is always a mean over the ranks that have contributed to it.
 """
@@ -17,7 +17,7 @@ import torch
 
 from gckernels.compressor import Compressor
 
-from .layouts import Capabilities, at_step, propagate
+from .layouts import Capabilities, Content, Layout, at_step, propagate
 from .rules import Flow
 from .steps import (
     AllGather,
@@ -87,15 +87,12 @@ def _sizes_of(
     states = []
     for index, layout in enumerate(propagate(program, Capabilities.of(compressor), topology)):
         piece, size = layout.piece.elements(numel), layout.payload.elements(numel)
-        count, number = layout.sources * layout.chunks, torch.float32 if layout.is_fp32 else dtype
-        if not layout.flow.encoded:
-            states.append(Data(piece, layout.flow, number, 1, 1, piece, piece * number.itemsize))
-            continue
         try:
-            nbytes = count * compressor.round_nbytes(size, layout.round)
+            nbytes = layout.content.nbytes(numel, dtype.itemsize, compressor.round_nbytes)
         except ValueError as error:
             raise at_step(program, index - 1, error) from error
-        states.append(Data(piece, layout.flow, dtype, layout.sources, layout.chunks, size, nbytes))
+        number = torch.float32 if layout.is_fp32 else dtype
+        states.append(Data(piece, layout.flow, number, layout.sources, layout.chunks, size, nbytes))
     return tuple(states)
 
 
@@ -167,6 +164,19 @@ def sent_nbytes(step: Step, before: Data, after: Data, topology: Topology) -> fl
         topology: topology of the ranks.
     """
     return wire_ratio(step, before.flow, topology).nbytes(before.nbytes, after.nbytes)
+
+
+def sent_content(step: Step, before: Layout, after: Layout, topology: Topology) -> tuple[Content, float]:
+    """The content that a rank sends for ``step``, and how many times, as a mean over all ranks.
+
+    Args:
+        step: the step.
+        before: the layout before it.
+        after: the layout after it.
+        topology: topology of the ranks.
+    """
+    ratio = wire_ratio(step, before.flow, topology)
+    return (after if ratio.of_result else before).content, ratio.share * ratio.numerator / ratio.denominator
 
 
 def allreduce_sent_nbytes(nbytes: int, world_size: int) -> float:

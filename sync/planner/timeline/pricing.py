@@ -18,8 +18,7 @@ import torch
 from gckernels.compressor import Compressor
 
 from ...plans.grouping import MessageSpec
-from ...programs.contents import Content
-from ...programs.layouts import Capabilities, Extent
+from ...programs.layouts import Capabilities, Content, Extent
 from ...programs.stages import MessageKind
 from ...programs.steps import Program
 from ..machines.machine import Floats, Machine, MachineError, Price, Shared

@@ -9,8 +9,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from ...programs.contents import Content, State, states_of
-from ...programs.layouts import Capabilities, Extent, Layout, propagate
+from ...programs.layouts import Capabilities, Content, Extent, Layout, propagate
+from ...programs.sizes import sent_content
 from ...programs.stages import MessageKind, Resource, StageKind, StageSpec, levels_of_root, stages_of
 from ...programs.steps import Broadcast, Collective, Gather, Level, Place, Program, Reduce
 from ...programs.topology import Topology
@@ -127,10 +127,11 @@ class Skeletons:
         """The skeleton of a program. It is kept."""
         if program not in self._known:
             specs = stages_of(self._kind, program, self._capabilities[0], self._topology, self._apart)
-            states = [states_of(program, each, self._topology) for each in self._capabilities]
-            layouts = propagate(program, self._capabilities[0], self._topology)
-            roots = tuple(_roots(spec, program, layouts) for spec in specs)
-            needs = (_need(spec, program, states, each) for spec, each in zip(specs, roots, strict=True))
+            layouts = [propagate(program, each, self._topology) for each in self._capabilities]
+            roots = tuple(_roots(spec, program, layouts[0]) for spec in specs)
+            needs = (
+                _need(spec, program, layouts, each, self._topology) for spec, each in zip(specs, roots, strict=True)
+            )
             self._known[program] = Skeleton(specs, tuple(map(self._number, needs)), roots)
         return self._known[program]
 
@@ -161,31 +162,34 @@ def _roots(spec: StageSpec, program: Program, layouts: tuple[Layout, ...]) -> Ro
     return Roots(ranks, (*ranks, *((spec.level,) if has_root else ())))
 
 
-def _need(spec: StageSpec, program: Program, states: Sequence[tuple[State, ...]], roots: Roots) -> Need:
+def _need(
+    spec: StageSpec, program: Program, layouts: Sequence[tuple[Layout, ...]], roots: Roots, topology: Topology
+) -> Need:
     """The need of a stage.
 
     Args:
         spec: the stage.
         program: its program.
-        states: for units of each kind, the states of the program.
+        layouts: for units of each kind, the layouts of the program.
         roots: the dependence of the stage on the root.
+        topology: the topology of the ranks.
     """
-    before, after = [each[spec.first] for each in states], [each[spec.stop] for each in states]
+    before, after = [each[spec.first] for each in layouts], [each[spec.stop] for each in layouts]
     match spec.kind:
         case StageKind.COLLECTIVE | StageKind.AVERAGE:
             step = program[spec.first]
             assert isinstance(step, Collective)
-            sent = tuple((state.sent, state.ratio) for state in after)
+            sent = tuple(sent_content(step, *pair, topology) for pair in zip(before, after, strict=True))
             return Sending(type(step).__name__, step.level, spec.place, Level.INTRA in roots.ranks, sent)
         case StageKind.COPY:
-            return Copying(spec.resource, tuple(state.content for state in before))
+            return Copying(spec.resource, tuple(each.content for each in before))
         case StageKind.CUT:  # the share that is sent, which may also be all that there is
-            return Copying(None, tuple(state.content for state in after), tuple(state.content for state in before))
+            return Copying(None, tuple(each.content for each in after), tuple(each.content for each in before))
         case StageKind.JOIN:
-            return Copying(None, tuple(state.content for state in after))
+            return Copying(None, tuple(each.content for each in after))
     at, merges = _encoded_state(spec)
-    extents = tuple(each[at].piece for each in states)
-    return Coding(spec.kind, spec.place, extents, states[0][spec.first].sources if merges else 1)
+    extents = tuple(each[at].piece for each in layouts)
+    return Coding(spec.kind, spec.place, extents, before[0].sources if merges else 1)
 
 
 def _encoded_state(spec: StageSpec) -> tuple[int, bool]:

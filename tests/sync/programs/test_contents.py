@@ -9,9 +9,8 @@ import gckernels
 from gckernels.compressor import Compressor
 from gckernels.sync import Topology
 from gckernels.sync.programs import HIERARCHICAL, POWERSGD, Level, Program, enumerate_programs, ring
-from gckernels.sync.programs.contents import states_of
-from gckernels.sync.programs.layouts import Capabilities
-from gckernels.sync.programs.sizes import sent_nbytes, sizes_of
+from gckernels.sync.programs.layouts import Capabilities, propagate
+from gckernels.sync.programs.sizes import sent_content, sent_nbytes, sizes_of
 
 NUMELS = (0, 1, 5, 15, 16, 17, 100, 4097, 65_536, 1_000_003)
 
@@ -20,7 +19,7 @@ def check(
     programs: list[Program], compressor: Compressor, dtype: torch.dtype, topology: Topology, numels=NUMELS
 ) -> None:
     for program in programs:
-        states = states_of(program, Capabilities.of(compressor), topology)
+        layouts = propagate(program, Capabilities.of(compressor), topology)
         for numel in numels:
             expected = sizes_of(program, numel, dtype, compressor, topology)
             sent = [sent_nbytes(step, *expected[index : index + 2], topology) for index, step in enumerate(program)]
@@ -28,10 +27,12 @@ def check(
             def nbytes(content, numel=numel):
                 return content.nbytes(numel, dtype.itemsize, compressor.round_nbytes)
 
-            assert [state.piece.elements(numel) for state in states] == [data.numel for data in expected]
-            assert [nbytes(state.content) for state in states] == [data.nbytes for data in expected]
-            assert [state.ratio * nbytes(state.sent) for state in states] == pytest.approx([0.0, *sent], rel=1e-12)
-            assert [state.sources for state in states] == [data.sources for data in expected]
+            assert [layout.piece.elements(numel) for layout in layouts] == [data.numel for data in expected]
+            assert [nbytes(layout.content) for layout in layouts] == [data.nbytes for data in expected]
+            steps = zip(program, layouts, layouts[1:], strict=False)
+            contents = [sent_content(*each, topology) for each in steps]
+            assert [times * nbytes(content) for content, times in contents] == pytest.approx(sent, rel=1e-12)
+            assert [layout.sources for layout in layouts] == [data.sources for data in expected]
 
 
 @pytest.mark.parametrize(
