@@ -18,7 +18,8 @@ from typing import Any
 from gckernels.sync.planner.timeline.simulator import Need
 from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync.programs.lanes import lane_key, route_of, submit_stages
-from gckernels.sync.programs.stages import Resource, StageSpec, spec_from_json
+from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
+from gckernels.sync.programs.steps import Level, Place
 
 _US = 1e-6
 
@@ -115,8 +116,25 @@ def _has_waiting_lane(bucket: Sequence[ReplayedMessage]) -> bool:
 def _stage(event: dict[str, Any], ready_s: float) -> ReplayedStage:
     args, start_s, end_s = event["args"], event["ts"] * _US, (event["ts"] + event["dur"]) * _US
     begun_s = args["begun_us"] * _US if "begun_us" in args else None
-    spec = spec_from_json(event["name"], args)
-    return ReplayedStage(spec, event["lane"], start_s, end_s, begun_s, max(start_s - ready_s, 0.0))
+    return ReplayedStage(
+        _spec(event["name"], args), event["lane"], start_s, end_s, begun_s, max(start_s - ready_s, 0.0)
+    )
+
+
+def _spec(name: str, args: dict[str, Any]) -> StageSpec:
+    """The spec that :func:`gckernels.sync.programs.stages.spec_to_json` has written into the arguments of an event."""
+    return StageSpec(
+        StageKind(args["kind"]),
+        name,
+        args["phase"],
+        Resource(args["resource"]),
+        args["steps"][0],
+        args["steps"][1],
+        Place(args["place"]),
+        None if args["level"] is None else Level(args["level"]),
+        args["encoding"],
+        args["starts_immediately"],
+    )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..plans.plan import Plan
 from ..programs.stages import StageKind
-from .timeline_recorder import TimelineRecorder, recorder_of_trace
+from . import timeline_recorder
+from .timeline_recorder import TimelineRecorder
 
 _NS = 1e-9
 
@@ -109,7 +110,8 @@ class StepTracer:
 
     def begin(self) -> None:
         """Note that the first message of a step will be submitted."""
-        self.recorder = TimelineRecorder(self._rank) if self._is_asked and recorder_of_trace() is None else None
+        records = self._is_asked and timeline_recorder.recorder is None
+        self.recorder = TimelineRecorder(self._rank) if records else None
 
     def end(self, step: int, plan: Plan) -> None:
         """Note that all messages of a step have been submitted.

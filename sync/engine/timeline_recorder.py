@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from ..communication.collectives import all_gather, device_of_group
 from ..messages.message import Message
+from ..plans.json_files import write_whole
 from ..programs.stages import Resource, spec_to_json
 from ..resources.lane_kinds import Lane
 from ..resources.stage import Issue, Stage, Wait
@@ -241,11 +242,6 @@ recorder: TimelineRecorder | None = None
 """The recorder of the current trace; ``None`` if there is no trace."""
 
 
-def recorder_of_trace() -> TimelineRecorder | None:
-    """The recorder of the current trace; ``None`` if there is no trace."""
-    return recorder
-
-
 class _DeviceClock:
     """Conversion of a device's events to the monotonic clock of the host, by one event whose time is known on both.
 
@@ -285,26 +281,20 @@ def _gather(record: Record, rank: int, ranks: int) -> list[Record]:
     if ranks == 1:
         return [record]
     device = device_of_group(dist.distributed_c10d._get_default_group())
-    text = bytearray(json.dumps(record).encode())
+    text = json.dumps(record).encode()
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
     all_gather(sizes, torch.tensor([len(text)], dtype=torch.int64, device=device))
     nbytes = sizes.tolist()
-    sent = torch.zeros(max(nbytes), dtype=torch.uint8, device=device)
-    sent[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
+    sent = torch.frombuffer(bytearray(text.ljust(max(nbytes))), dtype=torch.uint8).to(device)
     received = [torch.empty_like(sent) for _ in nbytes] if rank == 0 else None
     dist.gather(sent, received)
-    return [record] if received is None else [_loads(each[:n]) for each, n in zip(received, nbytes, strict=True)]
-
-
-def _loads(text: torch.Tensor) -> Record:
-    buffer = bytearray(text.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(text)
-    record: Record = json.loads(buffer)
-    return record
+    if received is None:
+        return [record]
+    return [json.loads(each[:n].cpu().numpy().tobytes()) for each, n in zip(received, nbytes, strict=True)]
 
 
 def _write(path: Path, records: Sequence[Record]) -> None:
-    """Write all records into one file, atomically. Times count from the first event."""
+    """Write all records into one file. Times count from the first event."""
     events: list[dict[str, Any]] = []
     started = min((event["ts"] for record in records for event in record["events"]), default=0)
     for record in records:
@@ -321,9 +311,4 @@ def _write(path: Path, records: Sequence[Record]) -> None:
             events.append(event | times | {"args": args})
     anchors = {f"rank {record['rank']}": record["anchor_ns"] for record in records}
     clock = {"started_ns": started, "anchor_ns": anchors}
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": clock}))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": clock}))

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Any, get_args
 
-from .rules import Flow, advance
+from .rules import START, Flow, advance
 from .steps import Coding, Collective, Decode, Encode, Hop, Level, Place, Program, ProgramError, Step
 from .topology import Topology
 
@@ -92,4 +92,4 @@ def _skeletons(has_levels: bool, summable: bool) -> tuple[Program, ...]:
                 continue
             yield from paths(after, (*program, step))
 
-    return tuple(paths(Flow(), ()))
+    return tuple(paths(START, ()))

@@ -18,7 +18,7 @@ from gckernels.codec import Codec, chunk_numel
 from gckernels.compressor import Compressor
 
 from .named import ENCODED_ALLREDUCE, POWERSGD
-from .rules import Flow, Opened, advance
+from .rules import START, Flow, Opened, advance
 from .steps import (
     AllGather,
     AllReduce,
@@ -172,7 +172,7 @@ def propagate(program: Program, capabilities: Capabilities, topology: Topology) 
 def _propagate(program: Program, capabilities: Capabilities, topology: Topology) -> tuple[Layout, ...]:
     if capabilities.rounds > 1 or program == POWERSGD:
         return _two_rounds(program, capabilities)
-    layout = Layout(Flow())
+    layout = Layout(START)
     layouts = [layout]
     shares = Shares(program, topology)
     for index, step in enumerate(program):
@@ -206,7 +206,7 @@ def _two_rounds(program: Program, capabilities: Capabilities) -> tuple[Layout, .
     merged = frozenset({Level.FLAT})
     flows = [Flow(encoded=True, fresh=True), Flow(encoded=True, merged=merged)]
     rounds = [Layout(flow, round=round_) for round_ in range(2) for flow in flows]
-    return (Layout(Flow()), *rounds, Layout(Flow(merged=merged)))
+    return (Layout(START), *rounds, Layout(Flow(merged=merged)))
 
 
 def _refuse(program: Program, index: int, layout: Layout, capabilities: Capabilities) -> None:

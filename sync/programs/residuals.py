@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from .layouts import Shares
-from .rules import Flow, Opened, advance
+from .rules import START, Flow, Opened, advance
 from .steps import Encode, Hop, Level, Program
 from .topology import Topology
 
@@ -46,7 +46,7 @@ def encoded_regions(program: Program, numel: int, topology: Topology, rank: int,
         rank: the rank.
         root: the root of the unit.
     """
-    flow, found = Flow(), []
+    flow, found = START, []
     for step, following in zip(program, (*program[1:], None), strict=True):
         if isinstance(step, Encode):
             start, stop = piece_bounds(program, numel, flow, topology, rank)
@@ -74,7 +74,7 @@ def piece_bounds(program: Program, numel: int, flow: Flow, topology: Topology, r
         rank: the rank.
     """
     shares = Shares(program, topology)
-    start, size = 0, shares.chunk(Flow(), 1).elements(numel)
+    start, size = 0, shares.chunk(START, 1).elements(numel)
     for opened in flow.opened:
         if opened.split:
             size //= topology.size(opened.level)

@@ -88,8 +88,12 @@ class Flow:
 
     @property
     def done(self) -> bool:
-        """Whether every rank has the mean."""
+        """Whether every rank has the mean, the state in which programs end."""
         return self.complete and not self.opened and not self.encoded
+
+
+START = Flow()
+"""The state in which programs begin: every rank has its own data of the whole unit."""
 
 
 def advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow:
@@ -135,7 +139,7 @@ class Site(NamedTuple):
 
 def sites(program: Program) -> list[Site]:
     """The sites of all collectives of a valid program."""
-    flow = Flow()
+    flow = START
     found: list[Site] = []
     for step in program:
         place = needed_at(flow, step)

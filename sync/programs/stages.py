@@ -7,7 +7,7 @@ lanes, and predictions of the time of a training step add up the costs of the sa
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -125,22 +125,6 @@ def spec_to_json(spec: StageSpec) -> dict[str, Any]:
         "encoding": spec.encoding,
         "starts_immediately": spec.starts_immediately,
     }
-
-
-def spec_from_json(name: str, record: Mapping[str, Any]) -> StageSpec:
-    """The spec that :func:`spec_to_json` has converted; other entries of ``record`` are ignored."""
-    return StageSpec(
-        StageKind(record["kind"]),
-        name,
-        record["phase"],
-        Resource(record["resource"]),
-        record["steps"][0],
-        record["steps"][1],
-        Place(record["place"]),
-        None if record["level"] is None else Level(record["level"]),
-        record["encoding"],
-        record["starts_immediately"],
-    )
 
 
 IN_PLACE_STAGES = (

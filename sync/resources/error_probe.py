@@ -20,26 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
 SKETCH = 256
 """The numbers of a sketch."""
-
-
-class Encoded(Protocol):
-    """A piece of gradient that is encoded."""
-
-    @property
-    def key(self) -> str:
-        """The name of its unit."""
-
-    def given(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The squared norms of the gradient and of all that is encoded, before it is encoded."""
-
-    def left(self) -> torch.Tensor:
-        """The squared norm of what the encoding has left out, after it."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +43,13 @@ class ProbedPiece:
     residual: torch.Tensor
 
     def given(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in :class:`Encoded`, without a copy of gradient or residual."""
+        """The squared norms of the gradient and of all that is encoded, before it is encoded. Nothing is copied."""
         gradient, residual = self.source.float(), self.residual
         square = torch.dot(gradient, gradient)
         return square, square + 2 * torch.dot(gradient, residual) + torch.dot(residual, residual)
 
     def left(self) -> torch.Tensor:
-        """As in :class:`Encoded`."""
+        """The squared norm of what the encoding has left out, after it."""
         return torch.dot(self.residual, self.residual)
 
 
@@ -91,7 +77,7 @@ class Decoded:
         self._values: torch.Tensor | None = None
 
     def given(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in :class:`Encoded`."""
+        """As of :class:`ProbedPiece`."""
         gradient, residual = self._source.float(), self._residual
         square = torch.dot(gradient, gradient)
         if residual is None:
@@ -104,13 +90,17 @@ class Decoded:
         return torch.where(square == 0, square, torch.dot(added, added)), torch.dot(values, values)
 
     def left(self) -> torch.Tensor:
-        """As in :class:`Encoded`. The decoded piece exists only meanwhile."""
+        """As of :class:`ProbedPiece`. The decoded piece exists only meanwhile."""
         values, self._values = self._values, None
         assert values is not None
         decoded = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
         self._decode(decoded)
         decoded.sub_(values)
         return torch.dot(decoded, decoded)
+
+
+Encoded: TypeAlias = ProbedPiece | Decoded
+"""A piece of gradient that is encoded."""
 
 
 class Readings:
