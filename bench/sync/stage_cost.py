@@ -114,9 +114,9 @@ def real_messages(spec: str, program: Program, count: int) -> list[Message]:
             grad = torch.cat([unit.grad for unit in units])
             messages.append(DenseMessage(grad, [unit.plan.key for unit in units], communicators))
         elif program == POWERSGD:
-            messages.append(LowRankMessage(program, units, communicators, feedback, seeds))
+            messages.append(LowRankMessage(units, communicators, feedback, seeds))
         else:
-            messages.append(EncodedMessage(program, units, communicators, feedback, seeds))
+            messages.append(EncodedMessage(units, communicators, feedback, seeds))
     return messages
 
 

@@ -17,7 +17,7 @@ from ..programs.residuals import has_part, piece_bounds
 from ..programs.rules import Flow
 from ..programs.sizes import Data, sent_nbytes, sizes_of
 from ..programs.stages import StageSpec, takes_part
-from ..programs.steps import Place, Program
+from ..programs.steps import Place
 from ..resources.stage import Issue, Stage
 from ..resources.workers import Work
 from .message import Unit
@@ -44,10 +44,10 @@ class Staged:
     """Raw data before or after a collective.
 
     Attributes:
-        vector: ``[numel]``, or ``[ranks, numel]`` for the shards of all ranks.
+        rows: ``[1, numel]``, or ``[ranks, numel]`` for the shards of all ranks.
     """
 
-    vector: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,12 @@ class Buffers:
     """The units of a message with their sizes, and a factory for their buffers.
 
     Args:
-        program: the program of all units.
-        units: units with the same dtype and root.
+        units: units with the same program, dtype and root.
         communicators: the process groups of this rank.
 
     Attributes:
-        program: as given.
         units: as given.
+        program: the program of all units.
         topology: topology of the ranks.
         places: the memories of this rank.
         rank: this rank.
@@ -107,14 +106,14 @@ class Buffers:
         capabilities: capabilities of the first unit's compressor.
     """
 
-    def __init__(self, program: Program, units: Sequence[Unit], communicators: Communicators) -> None:
-        self.program, self.units = program, tuple(units)
+    def __init__(self, units: Sequence[Unit], communicators: Communicators) -> None:
+        self.units, self.program = tuple(units), units[0].plan.program
         self.places, self.topology, self.rank = communicators.places, communicators.topology, communicators.rank
         self.root = units[0].plan.root
         self.capabilities = Capabilities.of(units[0].plan.compressor)
-        self._layouts: tuple[Layout, ...] = propagate(program, self.capabilities, self.topology)
+        self._layouts: tuple[Layout, ...] = propagate(self.program, self.capabilities, self.topology)
         self._states = tuple(
-            sizes_of(program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, self.topology)
+            sizes_of(self.program, unit.grad.numel(), unit.grad.dtype, unit.plan.compressor, self.topology)
             for unit in self.units
         )
 
@@ -169,10 +168,8 @@ class Buffers:
         data = self.data(index)
         if vector is None:
             vector = self.places.zeros([sum(each.numel for each in data)], data[0].dtype, place)
-        pieces = [
-            vector[column][: self.length(unit, index)]
-            for unit, column in zip(self.units, columns([each.numel for each in data]), strict=True)
-        ]
+        rooms = torch.split(vector, [each.numel for each in data])
+        pieces = [room[: self.length(unit, index)] for unit, room in zip(self.units, rooms, strict=True)]
         return Raw(pieces, vector, place)
 
     def target(self, index: int, place: Place = Place.DEVICE) -> Raw:
@@ -186,7 +183,17 @@ class Buffers:
 
     def pieces(self, held: Held, index: int) -> Raw:
         """The raw data ``held`` before step ``index``, as pieces."""
-        return self.raw(index, held.vector) if isinstance(held, Staged) else as_raw(held)
+        if isinstance(held, Staged):
+            return self.raw(index, held.rows[0])
+        assert isinstance(held, Raw)
+        return held
+
+    def rows(self, held: Held) -> torch.Tensor:
+        """The raw data ``held``, which is not that of gradients, ``[1, numel]`` or ``[ranks, numel]``."""
+        if isinstance(held, Staged):
+            return held.rows
+        assert isinstance(held, Raw) and held.vector is not None
+        return held.vector[None]
 
     # ---------------------------------------------------------------- payloads
 
@@ -197,10 +204,10 @@ class Buffers:
         shape = (data[0].sources, data[0].chunks, nbytes)
         return Payloads(self.places.zeros(shape, torch.uint8, place), place=place)
 
-    def unit_payloads(self, buffer: torch.Tensor, index: int) -> list[torch.Tensor]:
+    def unit_payloads(self, buffer: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
         """The payloads of each unit, ``[sources, chunks, nbytes]``, in a buffer of those before step ``index``."""
         sizes = [data.nbytes // (data.sources * data.chunks) for data in self.data(index)]
-        return [buffer[..., column] for column in columns(sizes)]
+        return torch.split(buffer, sizes, dim=-1)
 
     # ---------------------------------------------------------------- copies between places
 
@@ -220,12 +227,6 @@ class Buffers:
         return there, held.pieces, there.pieces
 
 
-def as_raw(held: Held) -> Raw:
-    """``held``, which is raw pieces if the program is valid."""
-    assert isinstance(held, Raw)
-    return held
-
-
 def as_payloads(held: Held) -> Payloads:
     """``held``, which is payloads if the program is valid."""
     assert isinstance(held, Payloads)
@@ -233,15 +234,6 @@ def as_payloads(held: Held) -> Payloads:
 
 
 # -------------------------------------------------------------------- units in vectors
-
-
-def columns(sizes: Sequence[int]) -> list[slice]:
-    """The slices of a vector in which units of these sizes lie, one after the other."""
-    slices, first = [], 0
-    for size in sizes:
-        slices.append(slice(first, first + size))
-        first += size
-    return slices
 
 
 def cut(source: torch.Tensor, shards: torch.Tensor, factor: float) -> None:

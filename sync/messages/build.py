@@ -39,8 +39,8 @@ def build_message(
     units = [Unit(unit.plan, buffer[unit.start : unit.stop]) for unit in spec.units]
     match spec.kind:
         case MessageKind.ENCODED:
-            return EncodedMessage(spec.program, units, communicators, feedback, seeds, spec.channel)
+            return EncodedMessage(units, communicators, feedback, seeds, spec.channel)
         case MessageKind.LOW_RANK:
-            return LowRankMessage(spec.program, units, communicators, feedback, seeds)
+            return LowRankMessage(units, communicators, feedback, seeds)
         case _:
             assert_never(spec.kind)

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
+import torch
+
 from ..communication.communicators import Communicators
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
-from ..programs.steps import Collective, Hop, Program, ReduceScatter
+from ..programs.steps import Collective, ReduceScatter
 from ..resources.feedback import Feedback
 from ..resources.stage import Issue
 from ..resources.workers import Work
-from .buffers import Buffers, Held, Payloads, Raw, Staged, Travelling, as_payloads, columns, cut, join
+from .buffers import Buffers, Held, Raw, Staged, Travelling, as_payloads, cut, join
 from .codings import Codings
-from .collectives import bind_hop, bind_payload_collective, bind_raw_collective
+from .collectives import bind_collective
 from .message import Message, Unit, compressor_names
 from .ring import add_shard, encode_shard
 from .seeds import Seeds
@@ -29,8 +31,7 @@ class EncodedMessage(Message):
     """Units that go through a program together.
 
     Args:
-        program: the program of all units.
-        units: units with the same dtype and root, and the same payload dtype if payloads are added.
+        units: units with the same program, dtype and root, and the same payload dtype if payloads are added.
         communicators: the process groups of this rank.
         feedback: the residuals.
         seeds: the seeds of the stochastic compressors.
@@ -39,7 +40,6 @@ class EncodedMessage(Message):
 
     def __init__(
         self,
-        program: Program,
         units: Sequence[Unit],
         communicators: Communicators,
         feedback: Feedback,
@@ -49,10 +49,10 @@ class EncodedMessage(Message):
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self.channel = channel
         self._communicators = communicators
-        self._buffers = Buffers(program, units, communicators)
+        self._buffers = Buffers(units, communicators)
         self._codings = Codings(self._buffers, feedback, seeds)
         apart, topology = communicators.places.apart, communicators.topology
-        specs = stages_of(MessageKind.ENCODED, program, self._buffers.capabilities, topology, apart)
+        specs = stages_of(MessageKind.ENCODED, self._buffers.program, self._buffers.capabilities, topology, apart)
         self.sent_nbytes = sum(self._buffers.sent_nbytes(spec) for spec in specs)
         stages = []
         held: Held = self._buffers.gradients()
@@ -96,32 +96,31 @@ class EncodedMessage(Message):
     # ---------------------------------------------------------------- raw data and copies
 
     def _cut(self, spec: StageSpec, held: Raw) -> tuple[Work, Staged]:
-        """The work that copies this rank's share of the mean into the vector to send; and that vector.
+        """The work that copies this rank's share of the mean into the rows to send; and these.
 
-        The vector is ``[numel]``, or ``[ranks, numel]`` for a reduce-scatter.
+        There is one row, or one for each rank in a reduce-scatter.
         """
         step = self._buffers.program[spec.first]
         assert isinstance(step, Collective)
         ranks = self._buffers.topology.size(step.level)
-        slices = columns([data.numel for data in self._buffers.data(spec.stop)])
-        splits = isinstance(step, ReduceScatter)
-        rows = held.pieces[0].new_zeros(ranks if splits else 1, slices[-1].stop)
+        sizes = [data.numel for data in self._buffers.data(spec.stop)]
+        rows = held.pieces[0].new_zeros(ranks if isinstance(step, ReduceScatter) else 1, sum(sizes))
+        rooms = torch.split(rows, sizes, dim=1)
 
         def work() -> None:
-            for piece, each in zip(held.pieces, slices, strict=True):
-                cut(piece, rows[:, each], 1.0 / ranks)
+            for piece, room in zip(held.pieces, rooms, strict=True):
+                cut(piece, room, 1.0 / ranks)
 
-        return work, Staged(rows if splits else rows[0])
+        return work, Staged(rows)
 
     def _join(self, spec: StageSpec, held: Staged) -> tuple[Work, Raw]:
-        """The work that copies the received vector, whole or as shards of all ranks, to its target; and the target."""
+        """The work that copies the received rows, whole or as shards of all ranks, to their target; and that."""
         target = self._buffers.target(spec.stop)
-        shards = held.vector.view(-1, held.vector.shape[-1])
-        slices = columns([data.numel for data in self._buffers.data(spec.first)])
+        shards = torch.split(held.rows, [data.numel for data in self._buffers.data(spec.first)], dim=1)
 
         def work() -> None:
-            for piece, each in zip(target.pieces, slices, strict=True):
-                join(shards[:, each], piece)
+            for piece, each in zip(target.pieces, shards, strict=True):
+                join(each, piece)
 
         return work, target
 
@@ -143,17 +142,14 @@ class EncodedMessage(Message):
         link = self._communicators.link(spec.phase, step.level, self.channel, spec.place)
         root = buffers.topology.index(step.level, buffers.root)
         has_part = buffers.has_part(spec.first)
-        if isinstance(step, Hop):
-            assert isinstance(held, Travelling)
-            received, issue = bind_hop(held.buffer, link)
-            return issue, replace(held, received=received)
+        closes = len(buffers.flow(spec.stop).opened) < len(buffers.flow(spec.first).opened)
         if buffers.flow(spec.first).encoded:
-            sent = as_payloads(held) if has_part else buffers.payloads(spec.first, spec.place)
-            closes = len(buffers.flow(spec.stop).opened) < len(buffers.flow(spec.first).opened)
+            payloads = as_payloads(held) if has_part else buffers.payloads(spec.first, spec.place)
             dtype = buffers.units[0].plan.compressor.traits.payload_dtype
-            received, issue = bind_payload_collective(step, sent.buffer, link, root, closes, dtype)
-            return issue, replace(sent, buffer=received)
-        raw = held if has_part else buffers.raw(spec.first)
-        assert not isinstance(raw, Payloads) and raw.vector is not None
-        received, issue = bind_raw_collective(step, raw.vector, link, root)
-        return issue, Staged(received)
+            received, issue = bind_collective(step, payloads.buffer, link, root, closes, dtype)
+            if isinstance(payloads, Travelling):
+                return issue, replace(payloads, received=received)
+            return issue, replace(payloads, buffer=received)
+        rows = buffers.rows(held if has_part else buffers.raw(spec.first))
+        received, issue = bind_collective(step, rows[None], link, root, closes, rows.dtype)
+        return issue, Staged(received[0])

@@ -19,12 +19,12 @@ from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
 from ..communication.communicators import Communicators
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
-from ..programs.steps import Program
+from ..programs.steps import AllReduce
 from ..resources.error_probe import Readings
 from ..resources.feedback import Feedback
 from ..resources.stage import Issue, Stage, Wait
 from .buffers import Buffers
-from .collectives import issue_all_reduce
+from .collectives import bind_collective
 from .message import Message, Unit, compressor_names, compressor_of
 from .seeds import Seeds
 
@@ -36,9 +36,8 @@ class LowRankMessage(Message):
     """Units that are sent as factors, and units that are sent exactly.
 
     Args:
-        program: the program of all units: ``POWERSGD`` sends both factors in every step, ``ENCODED_ALLREDUCE`` left and
-            right factors in turn.
-        units: units of :class:`~gckernels.PowerSGD`, or of a compressor whose payload is the values in fp32.
+        units: units of :class:`~gckernels.PowerSGD`, or of a compressor whose payload is the values in fp32. Their
+            program ``POWERSGD`` sends both factors in every step, ``ENCODED_ALLREDUCE`` left and right factors in turn.
         communicators: the process groups of this rank.
         feedback: the residuals and factors.
         seeds: the seeds, with those of the random factors with which matrices begin.
@@ -46,7 +45,6 @@ class LowRankMessage(Message):
 
     def __init__(
         self,
-        program: Program,
         units: Sequence[Unit],
         communicators: Communicators,
         feedback: Feedback,
@@ -55,8 +53,8 @@ class LowRankMessage(Message):
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self._communicators, self._feedback, self._seeds = communicators, feedback, seeds
         scale = 1.0 / communicators.world_size  # applied before sending, so that sums are means
-        buffers = Buffers(program, units, communicators)
-        specs = stages_of(MessageKind.LOW_RANK, program, buffers.capabilities, communicators.topology)
+        buffers = Buffers(units, communicators)
+        specs = stages_of(MessageKind.LOW_RANK, buffers.program, buffers.capabilities, communicators.topology)
         self._sends_both = sum(spec.kind == StageKind.COLLECTIVE for spec in specs) > 1
         self.sent_nbytes = sum(buffers.sent_nbytes(spec) for spec in specs)
         exact = [unit for unit in units if not isinstance(unit.plan.compressor, PowerSGD)]
@@ -128,13 +126,11 @@ class LowRankMessage(Message):
         return phase if self._sends_both else self._seeds.step % 2
 
     def _bind_collective(self, spec: StageSpec) -> Issue:
-        group = self._communicators.link(spec.phase).group
-
-        def issue() -> Wait:
-            wire = self._wires[self._side(spec.phase)]
-            return issue_all_reduce(wire, group) if wire.numel() else lambda: None
-
-        return issue
+        link, calls = self._communicators.link(spec.phase), []
+        for wire in self._wires:
+            _, call = bind_collective(AllReduce(), wire[None, None], link, 0, False, wire.dtype)
+            calls.append(call if wire.numel() else _send_nothing)
+        return lambda: calls[self._side(spec.phase)]()
 
     def _project(self, phase: int) -> None:
         """Write this rank's part of the mean factors of a side, and of the exact units sent with them."""
@@ -234,6 +230,11 @@ def _bind_begin(
         make_bases()
 
     return begin
+
+
+def _send_nothing() -> Wait:
+    """Replaces the collective of an empty buffer; there is nothing to wait for."""
+    return lambda: None
 
 
 def _residual(feedback: Feedback, unit: Unit) -> torch.Tensor | None:

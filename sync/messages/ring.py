@@ -8,6 +8,7 @@ residual for the whole piece, shard by shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,7 @@ from ..programs.steps import Hop
 from ..resources.workers import Work
 from .buffers import Buffers, Payloads, Raw, Travelling
 from .codings import Codings, kind_of
-from .message import Unit, compressor_of
+from .message import compressor_of
 
 
 def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw) -> tuple[Work, Travelling]:
@@ -29,17 +30,11 @@ def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw)
     step = buffers.program[spec.stop]
     assert isinstance(step, Hop)
     payloads, data = buffers.payloads(spec.stop, held.place), buffers.data(spec.stop)
-    shard = (buffers.topology.index(step.level, buffers.rank) - 1) % buffers.topology.size(step.level)
-    encodings = []
-    for unit, piece, payload, each in zip(
-        buffers.units, held.pieces, buffers.unit_payloads(payloads.buffer, spec.stop), data, strict=True
-    ):
-        source = _shard(piece, each.size, shard)
-        encodings.append(_encoding(codings, spec, held, unit, piece, source, payload, each, shard))
     memory = buffers.places.memory(held.place)
+    shard = (buffers.topology.index(step.level, buffers.rank) - 1) % buffers.topology.size(step.level)
     totals = [torch.zeros(each.size, dtype=torch.float32, device=memory) for each in data]
     travelling = Travelling(payloads.buffer, place=held.place, pieces=held.pieces, totals=totals)
-    return codings.bind_encodes(spec, encodings), travelling
+    return _bind_encodes(buffers, codings, spec, travelling, shard, _shards(travelling, data, shard)), travelling
 
 
 def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -> tuple[Work, Payloads]:
@@ -51,18 +46,15 @@ def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travell
     assert isinstance(step, Hop) and held.received is not None
     ranks, index = buffers.topology.size(step.level), buffers.topology.index(step.level, buffers.rank)
     shard = (index - 1 - buffers.flow(spec.first).hops - 1) % ranks
-    received, own = (buffers.unit_payloads(buffer, spec.stop) for buffer in (held.received, held.buffer))
-    decodings, encodings, mine, sums = [], [], [], []
-    for unit, piece, room, source, payload, data in zip(
-        buffers.units, held.pieces, held.totals, received, own, buffers.data(spec.stop), strict=True
-    ):
-        part = _shard(piece, data.size, shard)
-        total = room[: part.numel()]
-        decodings.append(Decoding(compressor_of(unit), source, total, data.size))
-        encodings.append(_encoding(codings, spec, held, unit, piece, total, payload, data, shard))
-        mine.append(part)
-        sums.append(total)
-    decode, encode = bind_decodes(decodings, 1.0, accumulate=True), codings.bind_encodes(spec, encodings)
+    data = buffers.data(spec.stop)
+    mine, received = _shards(held, data, shard), buffers.unit_payloads(held.received, spec.stop)
+    sums = [room[: part.numel()] for room, part in zip(held.totals, mine, strict=True)]
+    decodings = [
+        Decoding(compressor_of(unit), source, total, each.size)
+        for unit, source, total, each in zip(buffers.units, received, sums, data, strict=True)
+    ]
+    decode = bind_decodes(decodings, 1.0, accumulate=True)
+    encode = _bind_encodes(buffers, codings, spec, held, shard, sums)
 
     def work() -> None:
         torch._foreach_copy_(sums, mine)
@@ -74,27 +66,26 @@ def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travell
     return work, Payloads(held.buffer, summed=ranks, place=held.place)
 
 
-def _shard(piece: torch.Tensor, size: int, shard: int) -> torch.Tensor:
-    start, stop = chunk_bounds(piece.numel(), size, shard)
-    return piece[start:stop]
+def _shards(held: Travelling, data: Sequence[Data], shard: int) -> list[torch.Tensor]:
+    """A shard of the piece of each unit."""
+    bounds = (chunk_bounds(piece.numel(), each.size, shard) for piece, each in zip(held.pieces, data, strict=True))
+    return [piece[start:stop] for piece, (start, stop) in zip(held.pieces, bounds, strict=True)]
 
 
-def _encoding(
-    codings: Codings,
-    spec: StageSpec,
-    held: Raw | Payloads,
-    unit: Unit,
-    piece: torch.Tensor,
-    source: torch.Tensor,
-    payload: torch.Tensor,
-    data: Data,
-    shard: int,
-) -> Encoding:
-    kind = kind_of(spec)
-    kept = codings.residual(kind, unit, piece.numel(), held.place)
-    if kept is not None:  # the residual has all states of one shard together, then those of the next
-        states = unit.plan.encoder(kind).traits.states
-        start, stop = chunk_bounds(piece.numel(), data.size, shard)
-        kept = kept[states * start : states * stop]
-    seed = codings.seed(kind, unit, spec.stop, shard)
-    return Encoding(compressor_of(unit, kind), source, kept, payload[0], seed, data.size)
+def _bind_encodes(
+    buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling, shard: int, sources: Sequence[torch.Tensor]
+) -> Work:
+    """The work that encodes ``sources``, a shard of each unit or a sum of it, into the buffer that travels."""
+    kind, encodings = kind_of(spec), []
+    own = buffers.unit_payloads(held.buffer, spec.stop)
+    for unit, piece, source, payload, data in zip(
+        buffers.units, held.pieces, sources, own, buffers.data(spec.stop), strict=True
+    ):
+        kept = codings.residual(kind, unit, piece.numel(), held.place)
+        if kept is not None:  # the residual has all states of one shard together, then those of the next
+            states = unit.plan.encoder(kind).traits.states
+            start, stop = chunk_bounds(piece.numel(), data.size, shard)
+            kept = kept[states * start : states * stop]
+        seed = codings.seed(kind, unit, spec.stop, shard)
+        encodings.append(Encoding(compressor_of(unit, kind), source, kept, payload[0], seed, data.size))
+    return codings.bind_encodes(spec, encodings)

@@ -240,7 +240,7 @@ def _low_rank_message(session: Session, arena: Arena, method: Compressor, case: 
         units.append(Unit(plan, arena.outs[first : first + case.numel]))  # reconstruction overwrites its gradients
     for unit in units:
         unit.grad.copy_(arena.grads[: case.numel])
-    return LowRankMessage(program, units, communicators, Feedback(places), Seeds(0, places))
+    return LowRankMessage(units, communicators, Feedback(places), Seeds(0, places))
 
 
 def _call(message: LowRankMessage, index: int) -> Work:

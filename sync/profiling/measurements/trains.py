@@ -16,10 +16,10 @@ import torch
 
 from ...communication.communicators import Communicators
 from ...communication.links import RankConnections
-from ...messages.collectives import bind_hop, bind_payload_collective, bind_raw_collective
+from ...messages.collectives import bind_collective
 from ...messages.message import DenseMessage
 from ...programs.lanes import IN_FLIGHT
-from ...programs.rules import Flow
+from ...programs.rules import START
 from ...programs.sizes import wire_ratio
 from ...programs.steps import (
     AllReduce,
@@ -27,7 +27,6 @@ from ...programs.steps import (
     Broadcast,
     Collective,
     Gather,
-    Hop,
     Level,
     Place,
     Reduce,
@@ -79,17 +78,14 @@ def _bound(
     chunk = max(nbytes // link.ranks // _ALIGN, 1) * _ALIGN
     match step:
         case ReduceScatter():
-            vector = places.zeros((link.ranks, chunk // 4), torch.float32, place)
-            return bind_raw_collective(step, vector, link, root)[1]
+            sent = places.zeros((1, link.ranks, chunk // 4), torch.float32, place)
         case Reduce():
-            return bind_raw_collective(step, places.zeros((nbytes // 4,), torch.float32, place), link, root)[1]
-        case Hop():
-            return bind_hop(places.zeros((1, 1, nbytes), torch.uint8, place), link)[1]
+            sent = places.zeros((1, 1, nbytes // 4), torch.float32, place)
         case AllToAll():
-            buffer = places.zeros((1, link.ranks, chunk), torch.uint8, place)
+            sent = places.zeros((1, link.ranks, chunk), torch.uint8, place)
         case _:
-            buffer = places.zeros((1, 1, nbytes), torch.uint8, place)
-    return bind_payload_collective(step, buffer, link, root, closes=False, dtype=torch.float32)[1]
+            sent = places.zeros((1, 1, nbytes), torch.uint8, place)
+    return bind_collective(step, sent, link, root, closes=False, dtype=torch.float32)[1]
 
 
 def wire_nbytes(step: Collective, nbytes: int, topology: Topology) -> float:
@@ -98,7 +94,7 @@ def wire_nbytes(step: Collective, nbytes: int, topology: Topology) -> float:
     chunk = max(nbytes // ranks // _ALIGN, 1) * _ALIGN
     before = ranks * chunk if isinstance(step, AllToAll | ReduceScatter) else nbytes
     after = chunk if isinstance(step, ReduceScatter) else nbytes
-    return wire_ratio(step, Flow(), topology).nbytes(before, after)
+    return wire_ratio(step, START, topology).nbytes(before, after)
 
 
 def train(calls: Sequence[Issue], device: torch.device, length: int = TRAIN) -> tuple[float, float, float]:

@@ -211,7 +211,7 @@ def test_virtual_lanes_take_real_messages():
     grad = torch.zeros(1000, device="meta")
     unit = Unit(UnitPlan("p", 1000, from_spec("BlockQuant"), PROGRAMS["alltoall"], True), grad)
     places = communicators.places
-    encoded = EncodedMessage(PROGRAMS["alltoall"], [unit], communicators, Feedback(places), Seeds(0, places))
+    encoded = EncodedMessage([unit], communicators, Feedback(places), Seeds(0, places))
     lanes = VirtualLanes[Stage](lambda stage: Cost(Need(1.0 + stage.sent_nbytes)))
     dense = DenseMessage(grad, ["p"], communicators)
     routes = [route_of(lanes, each.stages, each.channel) for each in (encoded, dense)]

@@ -17,7 +17,7 @@ from gckernels import sync
 from gckernels.codec import Codec
 from gckernels.sync import attach
 from gckernels.sync.communication.links import RankConnections
-from gckernels.sync.messages import collectives, encoded
+from gckernels.sync.messages import collectives
 from gckernels.sync.programs import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, ring
 from gckernels.sync.resources.stage import Issue, Wait
 from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
@@ -86,22 +86,15 @@ class Wire:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.armed: tuple[str, Callable[[torch.Tensor], None]] | None = None
         self.damaged = 0
-        for name, found in (("all_gather", "_bind_all_gather"), ("all_to_all", "_bind_all_to_all")):
+        for name in ("all_gather", "all_to_all", "hop"):
+            found = f"_bind_{name}"
             patch.setattr(collectives, found, self._exchanging(name, getattr(collectives, found)))
-        patch.setattr(encoded, "bind_hop", self._hopping(encoded.bind_hop))
         for name in ("gather", "broadcast"):
             patch.setattr(dist, name, self._sending(name, getattr(dist, name)))
 
     def _exchanging(self, name: str, bind: Callable[..., Issue]) -> Callable[..., Issue]:
         def bound(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:
             return self._damaging(name, bind(link, sent, received), sent)
-
-        return bound
-
-    def _hopping(self, bind: Callable[..., tuple[torch.Tensor, Issue]]) -> Callable[..., Any]:
-        def bound(buffer: torch.Tensor, link: RankConnections) -> tuple[torch.Tensor, Issue]:
-            received, exchange = bind(buffer, link)
-            return received, self._damaging("hop", exchange, buffer)
 
         return bound
 

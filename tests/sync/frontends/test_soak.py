@@ -66,7 +66,7 @@ def make_messages(
                 for index, piece in enumerate(pieces)
             ]
             channel = choose.randrange(2)
-            messages.append(EncodedMessage(program, units, communicators, feedback, seeds, channel))
+            messages.append(EncodedMessage(units, communicators, feedback, seeds, channel))
         grads += pieces
     return messages, grads
 

@@ -44,7 +44,7 @@ def repeated_steps(places: Places) -> list[list[str]]:
             for index, grad in enumerate(grads)
         ]
         seeds = Seeds(0, places)
-        message = EncodedMessage(ALLTOALL, units, communicators, Feedback(places), seeds)
+        message = EncodedMessage(units, communicators, Feedback(places), seeds)
 
         def step(number: int, message: EncodedMessage = message, seeds: Seeds = seeds) -> None:
             seeds.begin(number)

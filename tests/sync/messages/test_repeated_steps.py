@@ -51,9 +51,9 @@ def message_of(spec: str, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> Mess
     communicators: Any = DryCommunicators(0, topology, PLACES)
     if program == POWERSGD:
         monkeypatch.setitem(powersgd_ops._PLACES, "CPU", kernels)
-        return LowRankMessage(program, units, communicators, Feedback(PLACES), seeds)
+        return LowRankMessage(units, communicators, Feedback(PLACES), seeds)
     monkeypatch.setattr(type(method), "host", type(method).triton)
-    return EncodedMessage(program, units, communicators, Feedback(PLACES), seeds)
+    return EncodedMessage(units, communicators, Feedback(PLACES), seeds)
 
 
 def done_in(step: int, message: Message, seeds: Seeds) -> tuple[list[Launch], list[tuple[Any, ...]]]:

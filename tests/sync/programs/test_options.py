@@ -168,7 +168,7 @@ def synchronise(
             Unit(UnitPlan(f"p{index}", grad.numel(), compressor, program, True, root=root), grad)
             for index, grad in enumerate(grads)
         ]
-        message = EncodedMessage(program, units, communicators, feedback, seeds, channel=number % 2)
+        message = EncodedMessage(units, communicators, feedback, seeds, channel=number % 2)
         digests, error = [], 0.0
         balance = [torch.zeros(numel) for numel in NUMELS]
         for step in range(STEPS):

@@ -96,7 +96,7 @@ def check_stages(program: Program, rank: int, *unused: str) -> None:
     communicators = DryCommunicators(rank, TWO_BY_TWO, APART)
     feedback = Feedback(APART)
     feedback.unused.add(unused)
-    message = EncodedMessage(program, units, communicators, feedback, Seeds(0, APART))
+    message = EncodedMessage(units, communicators, feedback, Seeds(0, APART))
     for stage in message.stages:
         sent_from.clear()
         with Touched() as touched, no_collectives(sent_from):
@@ -138,7 +138,7 @@ def test_a_ring_on_the_host():
 def copies(program: Program) -> list[str]:
     unit = Unit(UnitPlan("p", 1000, BlockQuant(), program, True), torch.zeros(1000, device=DEVICE))
     communicators = DryCommunicators(0, TWO_BY_TWO, APART)
-    message = EncodedMessage(program, [unit], communicators, Feedback(APART), Seeds(0, APART))
+    message = EncodedMessage([unit], communicators, Feedback(APART), Seeds(0, APART))
     return [f"{stage.spec.resource.value}-{stage.spec.phase}" for stage in message.stages]
 
 
