@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ddp_models import attached
 from gckernels import BlockQuant, ChunkTopK, EFSignSGD, Identity, PowerSGD, sync
-from gckernels.sync import Attachment, Plan, attach
+from gckernels.sync import Attachment, Plan
 from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
-from models import SMALL_BUCKETS, build
+from models import build
 from workloads import mass_of, summed
 
 
@@ -46,14 +46,9 @@ class Training:
 
     def __init__(self, front: str) -> None:
         self.module = build("Mlp")
-        self.model: Any = self.module
         self.handle: Attachment
         nothing = sync.uniform_plan(self.module, Identity(), program=ALLREDUCE)
-        if front == "attach":
-            self.model = DistributedDataParallel(self.module, bucket_cap_mb=SMALL_BUCKETS)
-            self.handle = attach(self.model, nothing)
-        else:
-            self.handle = attach(self.module, nothing, bucket_cap_mb=SMALL_BUCKETS)
+        self.model, self.handle = attached(front, self.module, nothing)
         self.parameters = dict(self.module.named_parameters())
         self.given = {name: torch.zeros(each.numel(), dtype=torch.float64) for name, each in self.parameters.items()}
         self.got = copy.deepcopy(self.given)

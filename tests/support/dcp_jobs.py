@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.nn.parallel import DistributedDataParallel
 
+from ddp_models import attached
 from gckernels import sync
-from gckernels.sync import Attachment, attach
+from gckernels.sync import Attachment
 from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.resources.feedback import KINDS
-from models import SMALL_BUCKETS, build
+from models import build
 from workloads import digest_of, topology
 
 SAVED, STEPS = 4, 8
@@ -43,15 +43,11 @@ class Job:
         programs = {"default": None, "ring": ring(ranks) if ranks > 1 else None} | PROGRAMS
         more = {"seed": 7} | more
         self.module = build("Mlp", seed=seed)
-        self.model: torch.nn.Module = self.module
         self.sync: Attachment
         plan = sync.uniform_plan(self.module, compressor, program=programs[program], topology=topology(ranks))
-        if front == "hook":
-            self.model = DistributedDataParallel(self.module, process_group=group, bucket_cap_mb=SMALL_BUCKETS)
-            self.sync = attach(self.model, plan, **more)
-        else:
-            more |= {"process_group": group, "bucket_cap_mb": SMALL_BUCKETS}
-            self.sync = attach(self.module, plan, **more)
+        grouped = {"process_group": group}
+        more |= grouped if front == "module" else {}
+        self.model, self.sync = attached(front, self.module, plan, grouped, **more)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last):

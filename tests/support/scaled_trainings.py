@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from ddp_models import attached
 from gckernels import sync
-from gckernels.sync import attach
 from gckernels.sync.programs import PROGRAMS
-from models import SMALL_BUCKETS, build
+from models import build
 from workloads import topology, with_feedback
 
 FRONTS = ("attach", "module")
@@ -51,12 +50,7 @@ class Training:
         self.poisoned = ""
         for name, parameter in self.parameters.items():
             parameter.register_hook(lambda grad, name=name: self._poison(name, grad))
-        self.model: torch.nn.Module = self.module
-        if front == "attach":
-            self.model = DistributedDataParallel(self.module, bucket_cap_mb=SMALL_BUCKETS)
-            self.attachment: Any = attach(self.model, with_feedback(plan), **settings)
-        else:
-            self.attachment = attach(self.module, with_feedback(plan), bucket_cap_mb=SMALL_BUCKETS, **settings)
+        self.model, self.attachment = attached(front, self.module, with_feedback(plan), **settings)
         self.optimizers, self.scaler = optimizers(self.module.parameters()), scaler
 
     def _poison(self, name: str, grad: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 import gckernels
+from ddp_models import attached
 from gckernels import sync
-from models import SMALL_BUCKETS, build
+from models import build
 from ranks import run_ranks, values_of
 from scaled_trainings import FRONTS, Training, same, scaler_of
 from workloads import digest_of, mass_of, summed
@@ -136,12 +137,7 @@ LOUD = ("cleared", "zeroed")
 def warnings_in(front: str, pattern: str) -> int:
     """The number of warnings of unused gradients in a training in which two networks share losses."""
     module: Any = build("Mlp")
-    model: Any = module
-    if front == "attach":
-        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-        attachment: Any = sync.attach(model, "EFSignSGD", can_discard=True)
-    else:
-        attachment = sync.attach(module, "EFSignSGD", can_discard=True)
+    model, attachment = attached(front, module, "EFSignSGD", can_discard=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     if pattern == "LBFGS":
         optimizer = torch.optim.LBFGS(module.parameters(), lr=0.01, max_iter=3, tolerance_change=-1)

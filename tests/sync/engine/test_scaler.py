@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from ddp_models import attached
 from gckernels import sync
-from gckernels.sync import attach
 from gckernels.sync.programs import PROGRAMS
-from models import SMALL_BUCKETS, build
+from models import build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, one_of_each, topology, with_feedback, with_two_or_three_ranks
 
@@ -46,12 +45,7 @@ def train_with_scaler(compressor: str, program: str, front: str = "hook") -> tup
         )
     )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
-    model: torch.nn.Module = module
-    if front == "hook":
-        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-        attachment = attach(model, plan, grad_scaler=scaler)
-    else:
-        attachment = attach(module, plan, grad_scaler=scaler, bucket_cap_mb=SMALL_BUCKETS)
+    model, attachment = attached(front, module, plan, grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     skipped = []
     for step in range(STEPS):

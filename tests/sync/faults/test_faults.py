@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_models import attached
 from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.batch import Bound, Decoding, Encoding
-from gckernels.codec import Codec
 from gckernels.sync import attach
 from leftovers import lanes
 from models import SMALL_BUCKETS, build
@@ -52,20 +52,11 @@ class Seen:
     threads: list[str]
 
 
-def _taken(front: str, module: torch.nn.Module, compressor: Codec, program: str) -> tuple[torch.nn.Module, Any]:
-    """The model to train, and the attachment."""
-    if front == "module":
-        plan = sync.uniform_plan(module, compressor, program=program)
-        return module, attach(module, plan, bucket_cap_mb=SMALL_BUCKETS)
-    hooked = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    return hooked, attach(hooked, sync.uniform_plan(hooked, compressor, program=program))
-
-
 def train_until_a_fault(fault: str, at_step: int, program: str, front: str) -> Seen | None:
     """Train until a step fails: the faulty rank does what ``fault`` names, and the others return their observations."""
     rank = dist.get_rank()
     module = build("Mlp")
-    hooked, attachment = _taken(front, module, EFSignSGD(), program)
+    hooked, attachment = attached(front, module, sync.uniform_plan(module, EFSignSGD(), program=program))
     dist.barrier()  # all are connected: an earlier death would break connections that others still open
     before = set(threading.enumerate()) - {t for t in threading.enumerate() if t.name.startswith("gckernels")}
     for step in range(at_step + 5):
@@ -178,7 +169,7 @@ def _check(outcome: Outcome, at_step: int) -> None:
 def train_with_an_error_in_a_lane(method: str, front: str) -> tuple[str, str]:
     rank = dist.get_rank()
     module = build("Mlp")
-    hooked, attachment = _taken(front, module, BlockQuant(), "alltoall")
+    hooked, attachment = attached(front, module, sync.uniform_plan(module, BlockQuant(), program="alltoall"))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as caught:
         for step in range(6):
             if rank == FAULTY and step == 3:

@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ddp_models import attached
 from gckernels import EFSignSGD, sync
 from gckernels.codec import Encoding
 from gckernels.sync import Attachment, attach
 from gckernels.sync.messages import codings
 from gckernels.sync.resources.lanes import DeviceLanes
 from leftovers import children, lanes
-from models import SMALL_BUCKETS, build
+from models import build
 from ranks import Outcome, run_ranks, values_of
 
 FAULTY, WORLD_SIZE = 1, 3
@@ -31,11 +31,7 @@ State = dict[str, dict[str, torch.Tensor]]
 
 
 def _taken(front: str, module: nn.Module, program: str) -> tuple[nn.Module, Any]:
-    plan = sync.uniform_plan(module, EFSignSGD(), program=program)
-    if front == "module":
-        return module, attach(module, plan, bucket_cap_mb=SMALL_BUCKETS)
-    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-    return model, attach(model, plan)
+    return attached(front, module, sync.uniform_plan(module, EFSignSGD(), program=program))
 
 
 def _refuse(*_: Any) -> None:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from ddp_models import attached
 from gckernels import EFSignSGD, sync
-from gckernels.sync import attach
 from leftovers import lanes
-from models import SMALL_BUCKETS, build
+from models import build
 from ranks import run_ranks, values_of
 
 GROUP_TIMEOUT_S = 3.0
@@ -24,13 +23,7 @@ SLOW = pytest.mark.slow
 def change_until_a_fault(front: str, point: str) -> str:
     """Train, change the plan, train on; return the error that ends it."""
     module, is_faulty = build("Mlp"), dist.get_rank() == FAULTY
-    model: Any = module
-    handle: Any
-    if front == "attach":
-        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-        handle = attach(model, EFSignSGD())
-    else:
-        handle = attach(module, EFSignSGD(), bucket_cap_mb=SMALL_BUCKETS)
+    model, handle = attached(front, module, EFSignSGD())
     state = "training"
 
     def step() -> None:

@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from ddp_models import attached
 from gckernels import sync
 from gckernels.codec import Codec
-from gckernels.sync import attach
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives
 from gckernels.sync.programs import ALLGATHER, ALLTOALL, PARAMETER_SERVER, Program, ring
 from gckernels.sync.resources.stage import Issue, Wait
 from gckernels.toolkit.payload import ALIGN_NBYTES, STATUS_OK
-from models import SMALL_BUCKETS, build
+from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
@@ -175,12 +174,8 @@ def train(compressor: str, program: Program, faults: Faults, front: str, unused:
     rank = dist.get_rank()
     module = build("Backwards")  # every rank has a part of every parameter
     plan = sync.uniform_plan(module, compressor, program=program, exempt=None)
-    model: torch.nn.Module = module
-    if front == "hook":
-        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
-        taken: Any = attach(model, plan)
-    else:
-        taken = attach(module, plan, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=unused)
+    finds = {"find_unused_parameters": unused}
+    model, taken = attached(front, module, plan, finds, **finds if front == "module" else {})
     steps = []
     with wire() as sent:
         for step, fault in enumerate(faults):

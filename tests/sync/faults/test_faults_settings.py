@@ -12,27 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from ddp_models import attached
 from gckernels import BlockQuant, EFSignSGD, PowerSGD, sync
-from gckernels.sync import Plan, attach
-from models import SMALL_BUCKETS, build
+from gckernels.sync import Plan
+from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
 OTHER = 1
 FRONTS = ("attach", "module")
-Trained = tuple[nn.Module, Any]
 
 
-def _taken(front: str, module: nn.Module, what: Any, **settings: Any) -> Trained:
+def _taken(front: str, module: nn.Module, what: Any, **settings: Any) -> tuple[Any, Any]:
     """The model to train, and the attachment."""
-    if front == "module":
-        return module, attach(module, what, **{"bucket_cap_mb": SMALL_BUCKETS} | settings)
     # DDP itself compares the models and raises, unless it is told not to
-    model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, init_sync=False)
-    return model, attach(model, what, **settings)
+    return attached(front, module, what, {"init_sync": False}, **settings)
 
 
 def _plan(module: nn.Module) -> Plan:

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
+from ddp_models import attached
 from gckernels import BlockQuant, TopK
-from gckernels.sync import attach
 from gckernels.toolkit.host import compilers
-from models import SMALL_BUCKETS, build
+from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
@@ -60,7 +59,7 @@ def trained(front: str, cache: str | None = None, temporary: str | None = None) 
     """Digests of the gradients of three steps with two compressors, and the warnings of gckernels.
 
     Args:
-        front: the front end, ``hook`` or ``attachment``.
+        front: the front end, ``hook`` or ``module``.
         cache, temporary: folders, by default those of the machine.
     """
     if cache is not None and temporary is not None:
@@ -71,11 +70,7 @@ def trained(front: str, cache: str | None = None, temporary: str | None = None) 
         warnings.simplefilter("always")
         for compressor in (BlockQuant(), TopK()):
             module = build("Mlp")
-            if front == "hook":
-                model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
-                taken: Any = attach(model, compressor)
-            else:
-                model, taken = module, attach(module, compressor, bucket_cap_mb=SMALL_BUCKETS)
+            model, taken = attached(front, module, compressor)
             for step in range(3):
                 model(module.batch(step, dist.get_rank())).backward()
                 digests.append(digest_of(parameter.grad for parameter in module.parameters()))
