@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ..communication.agreement import Failure, agreed, together
 from ..communication.collectives import on_any_rank_each
 from ..engine.runtime import Runtime
+from ..plans.builders import resumable
 from ..plans.plan import Plan
-from ..states.resuming import resumable
 from .budget import Room, require_room
 from .frontend import FrontendProtocol
 from .optimizers import OptimizerWatches

@@ -1,8 +1,9 @@
-"""The plan with one compressor for all parameters, and the parameters that it exempts."""
+"""Plans that no search makes: with one compressor for all parameters, and with those of a saved job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from ..programs.named import ALLREDUCE, default_program
 from ..programs.steps import Program
 from ..programs.topology import Topology
 from .arguments import Exempt
-from .plan import Plan, UnitPlan
+from .plan import Plan, PlanError, UnitPlan
 from .strides import in_reals, memory_shape
 
 
@@ -79,3 +80,32 @@ def plan_of_compressors(
         steps = program if encodable else ALLREDUCE
         units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
     return Plan(tuple(units), topology).spread_roots(world_size)
+
+
+def resumable(saved: Plan, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> Plan:
+    """The saved plan; if it does not work on this number of ranks, its units with default programs.
+
+    Units and compressors are those of the saved plan in any case, so that residuals can be taken over.
+
+    Args:
+        saved: the plan of a saved job.
+        parameters: the parameters of the model, by name.
+        world_size: the number of ranks.
+
+    Raises:
+        PlanError: the units do not fit the model.
+    """
+    try:
+        saved.check(parameters.items(), world_size)
+    except PlanError:
+        anew = replace(saved.with_units(_with_default_program(unit, world_size) for unit in saved.units), topology=None)
+        anew.check(parameters.items(), world_size)
+        return anew
+    return saved
+
+
+def _with_default_program(unit: UnitPlan, world_size: int) -> UnitPlan:
+    """The unit with the default program, with which it also shares messages."""
+    if unit.in_place:
+        return unit
+    return replace(unit, program=default_program(unit.compressor, world_size), root=0)

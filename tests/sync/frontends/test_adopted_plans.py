@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, Identity, PowerSGD, sync
 from gckernels.sync import Plan, PlanError, attach
+from gckernels.sync.plans.builders import resumable
 from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
-from gckernels.sync.states.resuming import resumable
 from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import mass_of
