@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -24,18 +22,7 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def on_any_rank(group: dist.ProcessGroup, device: torch.device, flag: bool) -> bool:
-    """Whether the flag is true on any rank. Collective: it returns when all ranks have called it.
-
-    Args:
-        group: all ranks.
-        device: a device whose tensors the group can send.
-        flag: the flag of this rank.
-    """
-    return on_any_rank_each(group, device, [flag])[0]
-
-
-def on_any_rank_each(group: dist.ProcessGroup, device: torch.device, flags: Sequence[bool]) -> list[bool]:
+def on_any_rank(group: dist.ProcessGroup, device: torch.device, *flags: bool) -> list[bool]:
     """For each flag whether it is true on any rank. Collective: it returns when all ranks have called it.
 
     Args:
@@ -58,9 +45,8 @@ def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> 
         device: a device whose tensors the group can send.
         text: the text of this rank, cut to 4096 bytes of UTF-8.
     """
-    encoded = text.encode()[:_TEXT_NBYTES]
-    sent = torch.zeros(_TEXT_NBYTES, dtype=torch.uint8, device="cpu")
-    sent[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[: len(encoded)]
+    encoded = text.encode()[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+    sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     received = torch.empty(dist.get_world_size(group), _TEXT_NBYTES, dtype=torch.uint8, device=device)
     all_gather(received.view(-1), sent.to(device), group=group)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in received.cpu()]

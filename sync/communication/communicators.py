@@ -72,7 +72,7 @@ class Communicators:
             key = site.phase % MAX_PHASES, site.level, places.actual(site.place)
             exchanging[key] = exchanging.get(key, False) or site.exchanges
         needed = [wanted(range(self.world_size), "averaging")]
-        links: dict[tuple[int, Level, Place, int], tuple[list[int], int]] = {}
+        links: dict[tuple[int, Level, Place, int], tuple[list[int], bool]] = {}
         for key in sorted(exchanging, key=lambda key: (key[0], key[1].value, key[2].value)):
             phase, level, place = key
             (mine,) = (members for members in topology.groups(level) if self.rank in members)
@@ -82,12 +82,13 @@ class Communicators:
                 name = f"{phase}-{level.value}-{place.value}-{channel}"
                 names = [name, f"{name}-back"] if exchanges else [name]
                 needed += [wanted(mine, each, gloo) for each in names]
-                links[*key, channel] = list(mine), len(names)
-        self.averaging, *made = make_groups(group, places.device, needed)
-        self._links: dict[tuple[int, Level, Place, int], RankConnections] = {}
-        for key_and_channel, (members, count) in links.items():
-            back = made.pop(1) if count > 1 else None
-            self._links[key_and_channel] = RankConnections(len(members), members.index(self.rank), made.pop(0), back)
+                links[*key, channel] = list(mine), exchanges
+        made = iter(make_groups(group, places.device, needed))
+        self.averaging = next(made)
+        self._links = {
+            key: RankConnections(len(members), members.index(self.rank), next(made), next(made) if exchanges else None)
+            for key, (members, exchanges) in links.items()
+        }
 
     def link(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
@@ -102,13 +103,9 @@ class Communicators:
         """
         return self._links[phase % MAX_PHASES, level, self.places.actual(place), channel]
 
-    def _groups(self) -> list[dist.ProcessGroup]:
-        """All groups, in the order in which they were made."""
-        return [self.averaging, *(group for link in self._links.values() for group in link.groups)]
-
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""
-        for group in self._groups():
+        for group in (self.averaging, *(group for link in self._links.values() for group in link.groups)):
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         self._links = {}
@@ -122,31 +119,18 @@ class DryCommunicators:
         rank: the rank that messages are built for.
         topology: the topology of all ranks.
         places: the memories of that rank; by default tensors are without memory, on the device ``meta``.
+        averaging: no group.
     """
 
     rank: int
     topology: Topology
     places: Places = _META_PLACES
+    averaging: None = None
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.topology.world_size
-
-    @property
-    def phases(self) -> int:
-        """Number of collectives that have groups: none."""
-        return 0
-
-    @property
-    def offloads(self) -> bool:
-        """Whether some collectives send from the host of a device: never."""
-        return False
-
-    @property
-    def averaging(self) -> None:
-        """No group."""
-        return None
 
     def link(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE

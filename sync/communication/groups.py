@@ -80,7 +80,7 @@ def make_groups(group: dist.ProcessGroup, device: torch.device, wanted: Sequence
             except Exception as error:  # also for want of memory or files
                 problem = problem or f"{type(error).__name__}: {error}"
         # no rank may go on, and perhaps destroy its groups, while another one is still connecting to them
-        if not on_any_rank(group, device, bool(problem)):
+        if not any(on_any_rank(group, device, bool(problem))):
             _connect(made, group, device)
             return made
         while made:

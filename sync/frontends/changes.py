@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from ..communication.agreement import Failure, agreed, together
-from ..communication.collectives import on_any_rank_each
+from ..communication.collectives import on_any_rank
 from ..engine.runtime import Runtime
 from ..plans.builders import resumable
 from ..plans.plan import Plan
@@ -177,8 +177,8 @@ class PlanChanges:
         frontend, runtime, following = self._frontend, self._frontend.runtime, self._following
         assert following is not None
         held, returns = runtime.held()
-        flags = [*held, returns or self._parking.may_return()]
-        *held, returns = on_any_rank_each(self._agreeing_group, runtime.device, flags)
+        returns = returns or self._parking.may_return()
+        *held, returns = on_any_rank(self._agreeing_group, runtime.device, *held, returns)
         left = [unit for unit, is_held in zip(self.plan.units, held, strict=True) if is_held]
         trained = {name for name, parameter in frontend.parameters().items() if parameter.requires_grad}
         waits = any(not trained.isdisjoint(unit.parameters) for unit in left)

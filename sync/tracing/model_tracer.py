@@ -176,7 +176,7 @@ class ModelTracer:
     def _is_missed(self, is_missed: bool) -> bool:
         """Whether a rank has missed the step that ends now. Nobody waits for others if gradients are not averaged."""
         group, device = self._ranks.group, self._ranks.device
-        return is_missed if group is None or not self._averages else on_any_rank(group, device, is_missed)
+        return is_missed if group is None or not self._averages else any(on_any_rank(group, device, is_missed))
 
 
 def refuse_unrecordable(model: DistributedDataParallel) -> None:

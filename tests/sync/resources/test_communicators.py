@@ -79,7 +79,8 @@ def connected(backend: str) -> list[str]:
         mock.patch("gckernels.sync.communication.groups.dist.all_reduce", all_reduce),
     ):
         communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
-    made = [] if backend == "gloo" else [*communicators._groups(), dist.group.WORLD]
+    groups = (group for link in communicators._links.values() for group in link.groups)
+    made = [] if backend == "gloo" else [communicators.averaging, *groups, dist.group.WORLD]
     assert sent == [group.group_desc for group in (dist.group.WORLD, *made)]  # all ranks are waited for
     communicators.close()
     return sent
