@@ -20,16 +20,13 @@ from ..communication.communicators import Communicators
 from ..messages.build import build_message
 from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
-from ..messages.seeds import Seeds
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
 from ..programs.residuals import ENCODINGS
 from ..programs.rules import sites
 from ..programs.stages import Resource
 from ..programs.steps import Place
-from ..resources.feedback import Feedback
 from ..resources.lanes import DeviceLanes
-from ..resources.memory_spaces import Places
 from ..resources.workers import Token
 from .compilation import compile_host
 from .engine import Engine
@@ -88,35 +85,26 @@ class Runtime(RuntimeState):
         synchronises: bool = True,
         can_discard: bool = False,
     ) -> None:
-        self.plan, self.device, self.synchronises = plan, device, synchronises
-        self.step, self.first_is_dense, self.is_draining, self.is_waiting = 0, True, False, False
-        self.averages_only = False
+        super().__init__(plan, group, device, seed)
+        self.synchronises, self.is_draining, self.is_waiting, self.averages_only = synchronises, False, False, False
         self._start_step = max(start_step, plan.start_step)
-        places = Places.of(device)
-        self._feedback, self._seeds = Feedback(places), Seeds(seed, places)
         self.watch, self.unused = self._feedback.watch, self._feedback.unused
-        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.topology = plan.topology_of(self.world_size)
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
-        self._engine: Engine | None = None
         self._communicators: Communicators | None = None
-        self._copies: StepCopies | None = None
         if self.world_size > 1 and synchronises:
             programs = {unit.program for unit in plan.units if not unit.in_place}
             wanted = {site for program in programs for site in sites(program)}
-            communicators = Communicators(group, places, self.topology, wanted, plan.channels)
+            communicators = Communicators(group, self._places, self.topology, wanted, plan.channels)
             self._communicators = communicators
             try:
                 self._engine = Engine(DeviceLanes(device, communicators.offloads), communicators.phases)
-                compile_host(plan, places, self.rank)
+                compile_host(plan, self._places, self.rank)
             except BaseException:
                 self.close()
                 raise
         if (can_discard or grad_scaler is not None) and self._engine is not None:
             self._copies = StepCopies(grad_scaler, self._feedback, plan, parameters or {}, device)
         self._beginning: list[Token] = []  # in the step, seeds are its own and residuals follow the scaler
-        self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
-        self.changed_residuals = False
         self._sent_nbytes = 0.0
         self._sent_steps = 0
         self._step_nbytes = 0.0

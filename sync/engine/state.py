@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..messages.seeds import Seeds
 from ..plans.plan import Plan, UnitPlan
-from ..programs.topology import Topology
 from ..resources.feedback import KINDS, Feedback
+from ..resources.memory_spaces import Places
 from ..states.dcp_guard import Refusal
 from ..states.jobs import Job, read_job, read_own
 from ..states.layout import residual_sizes
@@ -24,21 +25,18 @@ _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes 
 
 
 class RuntimeState:
-    """The residuals, factors and steps of a :class:`~.runtime.Runtime`, which documents the attributes."""
+    """The residuals, factors and steps of a :class:`~.runtime.Runtime`, which documents arguments and attributes."""
 
-    plan: Plan
-    device: torch.device
-    rank: int
-    world_size: int
-    topology: Topology
-    step: int
-    first_is_dense: bool
-    _feedback: Feedback
-    _seeds: Seeds
-    _copies: StepCopies | None
-    _engine: Engine | None
-    _begun: set[str]
-    changed_residuals: bool
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, device: torch.device, seed: int) -> None:
+        self.plan, self.device = plan, device
+        self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.topology = plan.topology_of(self.world_size)
+        self.step, self.first_is_dense, self.changed_residuals = 0, True, False
+        self._places = Places.of(device)
+        self._feedback, self._seeds = Feedback(self._places), Seeds(seed, self._places)
+        self._copies: StepCopies | None = None
+        self._engine: Engine | None = None
+        self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
 
     @property
     def next_step(self) -> int:
