@@ -13,8 +13,8 @@ from pathlib import Path
 from gckernels.sync.reporting.page import render
 
 FOLDER = Path(__file__).parent
-WIDTH, HEIGHT = 1280, 2215  # pixels, down to the table of ways
-COLOURS = 128  # enough for the page, in a third of the bytes
+WIDTH, HEIGHT = 1280, 2105  # pixels, down to the table of ways
+COLOURS = 256  # enough for the page, in less than half of the bytes
 
 
 def main() -> None:

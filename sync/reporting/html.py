@@ -74,21 +74,32 @@ def details(summary: str, *content: Content) -> Markup:
     return tag("details", tag("summary", summary), *content)
 
 
-def table_row(title: Content, cells: Iterable[Content]) -> Markup:
+def bar(*parts: tuple[str, float], most: float) -> Markup:
+    """A bar for a cell of a table, whose parts lie over one another.
+
+    Args:
+        parts: the class and the length of each.
+        most: the length that takes the whole width.
+    """
+    shown = [tag("rect", width=percent_of(length, most), height=8, rx=1, class_=kind) for kind, length in parts]
+    return tag("svg", shown, width="100%", height=8, aria_hidden="true")
+
+
+def table_row(title: Content, cells: Iterable[Content], **attributes: str | None) -> Markup:
     """A row of a table, which its first cell names."""
-    return tag("tr", tag("th", title, scope="row"), [tag("td", cell) for cell in cells])
+    return tag("tr", tag("th", title, scope="row"), [tag("td", cell) for cell in cells], **attributes)
 
 
 def table(head: Iterable[str], rows: Iterable[Markup], caption: str | None = None, **attributes: str) -> Markup:
     """A table.
 
     Args:
-        head: the titles of its columns.
+        head: the titles of its columns; columns of bars have none.
         rows: its rows.
         caption: its title.
         attributes: its attributes.
     """
-    titles = [tag("th", title, scope="col") for title in head]
+    titles = [tag("th", title, scope="col") if title else tag("td") for title in head]
     named = None if caption is None else tag("caption", caption)
     return tag("table", named, tag("thead", tag("tr", titles)), tag("tbody", *rows), **attributes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import resources
 
-from . import lane_picture, plan_picture, run_picture, sections
+from . import plan_picture, run_picture, sections
 from .data import ReportData
 from .html import Content, Markup, page, tag
 
@@ -19,7 +19,7 @@ def render(data: ReportData) -> str:
     """The report as the text of an HTML file.
 
     It holds its style and its script, loads nothing, and its policy keeps it from doing so. Without a script everything
-    is visible, and only zooming, filtering and reading values at the pointer are missing.
+    is visible, and only filtering and reading values at the pointer are missing.
 
     Args:
         data: the training that it shows.
@@ -28,8 +28,8 @@ def render(data: ReportData) -> str:
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     parts = [_section("Plan", plan_picture.sentence(data), plan_picture.plan(data))]
     if data.traced is not None and data.traced.stages:
-        about = lane_picture.sentence(data.traced, data.fingerprint)
-        parts.insert(0, _section("One step", about, lane_picture.lanes(data.traced)))
+        about = sections.step_sentence(data.traced, data.fingerprint)
+        parts.insert(0, _section("One step", about, sections.lanes(data.traced)))
     else:
         parts.insert(0, _section("One step", _NO_STEP, None))
     run, decided = run_picture.run(data), sections.decisions(data) if data.decisions else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..plans.numbers import percent, plural, three_digits, volume
 from .data import EXACT, ReportData, UnitRow
-from .html import NONE, Content, Markup, breakable, percent_of, table, table_row, tag
+from .html import NONE, Content, Markup, bar, breakable, percent_of, table, table_row, tag
 
 COLOURS = 7  # colours in the style sheet; further ways share the last one
 _FINEST = 1 / 80  # part of the width: smaller units of one way share a segment
@@ -128,14 +128,7 @@ def _units(data: ReportData, classes: dict[str, str]) -> Markup:
 
 def _unit(unit: UnitRow, classes: dict[str, str], most: float) -> Markup:
     kind = classes[unit.sent_by]
-    bar = tag(
-        "svg",
-        tag("rect", width=percent_of(unit.plain_nbytes, most), height=8, rx=1, class_="behind"),
-        tag("rect", width=percent_of(unit.sent_nbytes, most), height=8, rx=1, class_=f"segment {kind}"),
-        width="100%",
-        height=8,
-        aria_hidden="true",
-    )
+    sizes = bar(("behind", unit.plain_nbytes), (kind, unit.sent_nbytes), most=most)
     label = [_named(kind, unit.sent_by)]
     if unit.compressor and not unit.feedback:
         label.append(tag("small", "no feedback"))
@@ -146,7 +139,7 @@ def _unit(unit: UnitRow, classes: dict[str, str], most: float) -> Markup:
         tag("td", f"{unit.numel:,}", class_="c-elements", data_sort=unit.numel),
         tag("td", size(unit.nbytes), class_="c-gradient", data_sort=unit.nbytes),
         tag("td", label, class_="c-way"),
-        tag("td", bar, class_="c-bar", data_sort=unit.plain_nbytes),
+        tag("td", sizes, class_="c-bar", data_sort=unit.plain_nbytes),
         tag("td", size(unit.sent_nbytes), class_="c-sent", data_sort=unit.sent_nbytes),
         tag("td", _share(unit.sent_nbytes, unit.plain_nbytes), class_="c-share"),
     )

@@ -1,13 +1,14 @@
-"""The parts of a report around its pictures: the head, the decisions, the alternatives, the foot."""
+"""The parts of a report around its pictures: the head, the decisions, one step, the alternatives, the foot."""
 
 from __future__ import annotations
 
 import logging
 
+from ..engine.recorded_step import RecordedStep, covered_s
 from ..plans.numbers import duration, percent, plural, three_digits, volume, whole_percent
 from ..stats.decisions import Decision
 from .data import ReportData
-from .html import NONE, Content, Markup, details, percent_of, tag, unbroken
+from .html import NONE, Markup, bar, details, table, table_row, tag, unbroken
 from .summary import Time, plain_time, speedup, step_time
 
 _MANY = 8  # decisions, which then stand in two columns on large screens
@@ -109,6 +110,43 @@ def _decision(number: int, row: Decision) -> Markup:
     )
 
 
+# -------------------------------------------------------------------- one step
+
+
+def lanes(step: RecordedStep) -> Markup:
+    """A table of the lanes of a recorded step with bars of the time in which they work."""
+    rows = []
+    for number, name in enumerate(step.lanes):
+        stages = [stage for stage in step.stages if stage.lane == number]
+        busy_s = covered_s((stage.start_s, stage.end_s) for stage in stages)
+        sent_nbytes = sum(stage.sent_nbytes for stage in stages)
+        cells = (
+            bar(("behind", step.end_s), ("chosen", busy_s), most=step.end_s),
+            duration(busy_s),
+            f"{len(stages):,}",
+            volume(sent_nbytes) if sent_nbytes else NONE,
+        )
+        rows.append(table_row(name, cells))
+    note = tag("p", "record_timeline writes a file with every stage of all ranks, for ui.perfetto.dev.", class_="note")
+    return tag("div", table(("lane", "", "works", "stages", "sent"), rows, class_="bars"), note)
+
+
+def step_sentence(step: RecordedStep, plan_fingerprint: str) -> str:
+    """A sentence about the share of sending in a recorded step.
+
+    Args:
+        step: the step.
+        plan_fingerprint: the fingerprint of the plan that runs now.
+    """
+    sending_s = covered_s((stage.start_s, stage.end_s) for stage in step.stages if stage.category == "communicate")
+    whose = "" if step.plan_fingerprint == plan_fingerprint else ", of a plan that ran before"
+    return (
+        f"Step {step.step:,}{whose}. From the first gradient to the last mean it took {duration(step.end_s)}, and "
+        f"something was sent for {duration(sending_s)}. Backward hid {duration(step.hidden_s)} of the sending; "
+        f"after it, training waited for {duration(step.exposed_s)}."
+    )
+
+
 # -------------------------------------------------------------------- alternatives
 
 
@@ -126,26 +164,16 @@ def alternatives(data: ReportData) -> Markup | None:
     rows = []
     for policy, step_s, error in found:
         is_chosen = policy == prediction.policy
-        bar = tag(
-            "svg",
-            tag("rect", width=percent_of(step_s, most), height=10, rx=2, class_="chosen" if is_chosen else "other"),
-            width="100%",
-            height=10,
-            aria_hidden="true",
-        )
         ratio = f"{three_digits(prediction.none_s / step_s)} \N{MULTIPLICATION SIGN}" if step_s else NONE
-        cells: list[Content] = [
-            tag("td", bar, class_="c-bar"),
-            tag("td", duration(step_s)),
-            tag("td", ratio),
-            tag("td", three_digits(error) if error else "0"),
-        ]
+        cells = (
+            bar(("chosen" if is_chosen else "other", step_s), most=most),
+            duration(step_s),
+            ratio,
+            three_digits(error) if error else "0",
+        )
         name = [policy, tag("small", "chosen") if is_chosen else None]
-        rows.append(tag("tr", tag("th", name, scope="row"), cells, class_="is-chosen" if is_chosen else None))
-    titles = ("policy", "", "predicted step", "speed", "error")
-    heads = [tag("th", title, scope="col") if title else tag("td", class_="c-bar") for title in titles]
-    named = tag("caption", "Predicted steps")
-    return tag("table", named, tag("thead", tag("tr", heads)), tag("tbody", rows), class_="policies")
+        rows.append(table_row(name, cells, class_="is-chosen" if is_chosen else None))
+    return table(("policy", "", "predicted step", "speed", "error"), rows, "Predicted steps", class_="bars")
 
 
 def prediction_sentence(data: ReportData) -> str:

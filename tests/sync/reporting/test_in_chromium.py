@@ -60,27 +60,6 @@ def test_errors_would_be_seen(running, tmp_path):
     assert any("unknown is not defined" in problem for problem in page.problems) and len(page.requests) == 2
 
 
-@pytest.mark.parametrize("width", [390, 1440])
-def test_lanes_zoom_and_follow_messages(running, files, width):
-    page = running.open(files / "report.html", width)
-    wide = "document.querySelector('.scroll svg').clientWidth / document.querySelector('.scroll').clientWidth"
-    page.click("[data-zoom=in]")
-    page.click("[data-zoom=in]")
-    assert page.value(wide) == pytest.approx(4, rel=0.02)
-    assert page.value("document.querySelectorAll('.axis text').length") > 3
-    page.click("[data-zoom=fit]")
-    assert page.value(wide) == pytest.approx(1)
-    page.value("document.querySelector('.scroll').focus()")
-    for key in ("ArrowRight", "ArrowDown", "ArrowRight"):
-        page.press(key)
-    messages = page.value("[...document.querySelectorAll('.stage.on')].map(each => each.dataset.message)")
-    assert set(messages) == {"1"} and len(messages) > 1
-    assert page.value("document.querySelector('.stage.here').dataset.message") == "1"
-    assert "message 1" in page.value("document.querySelector('.inspector').textContent")
-    page.press("Escape")
-    assert page.value("document.querySelectorAll('.stage.on').length") == 0 and page.problems == []
-
-
 def test_values_are_read_at_the_pointer(running, files):
     page = running.open(files / "report.html", 1440)
     x, y = page.value(
@@ -114,7 +93,7 @@ def test_everything_is_visible_without_a_script(running, files):
     root = page.call("DOM.getDocument")["root"]["nodeId"]
     nodes = page.call("DOM.querySelectorAll", nodeId=root, selector=".units tbody tr:not([hidden])")["nodeIds"]
     assert len(nodes) == len(example().units)
-    for selector in (".buttons", ".filter", ".more", ".inspector", ".readout"):
+    for selector in (".filter", ".more", ".readout"):
         node = page.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         with pytest.raises(RuntimeError, match="box model"):
             page.call("DOM.getBoxModel", nodeId=node)
