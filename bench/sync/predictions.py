@@ -49,8 +49,8 @@ from gckernels.sync.accuracy.accuracy import allowed_compressors, relative_error
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.machines.files import profile_to_json
 from gckernels.sync.planner.machines.machine import MachineError
-from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Frontend

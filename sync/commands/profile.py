@@ -13,9 +13,9 @@ import numpy as np
 
 from gckernels.ops import Identity
 
+from ..planner.machines.files import profile_to_json
 from ..planner.machines.machine import MachineError, has_prices
 from ..planner.machines.profile import Profile
-from ..planner.machines.profile_json import profile_to_json
 from ..plans.numbers import duration, percent, three_digits
 from ..profiling import request
 from ..programs.steps import AllGather, AllReduce, Level, Place

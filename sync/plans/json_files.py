@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -39,6 +39,7 @@ class Entry:
         path: the entry in the document, such as ``tensors[3].numel``; ``""`` for the whole document.
         error: the class of errors.
         remedy: the end of every message: what to do.
+        optional: the keys that records may leave out; ``None`` for those of fields with defaults.
     """
 
     value: Any
@@ -46,6 +47,7 @@ class Entry:
     error: type[ValueError]
     remedy: str
     path: str = ""
+    optional: Collection[str] | None = None
 
     def refuse(self, allowed: str, given: str | None = None) -> NoReturn:
         """Raise an error that says what is allowed here.
@@ -148,12 +150,8 @@ class Entry:
             self.refuse(f"a finite number {lower}" + ("" if most == MAX_NUMBER else f" and at most {most:g}"))
         return float(self.value)
 
-    def maybe(self, read: Callable[[Entry], Any]) -> Any:
-        """``None`` for ``null``, otherwise the result of ``read``."""
-        return None if self.value is None else read(self)
-
     def _inside(self, value: Any, path: str) -> Entry:
-        return Entry(value, self.file, self.error, self.remedy, path)
+        return replace(self, value=value, path=path)
 
 
 def parsed(text: str | bytes, file: str, kind: str, error: type[ValueError], remedy: str) -> Entry:
@@ -182,6 +180,15 @@ def parsed(text: str | bytes, file: str, kind: str, error: type[ValueError], rem
         raise error(f"{file}: no JSON, or cut off, at line {problem.lineno}: {problem.msg}; {remedy}") from problem
     except (ValueError, RecursionError) as problem:  # bytes that are no UTF-8, huge integers, the two hooks
         raise error(f"{file}: no JSON that can be read: {shown(str(problem), quoted=False)}; {remedy}") from problem
+    return document(value, file, error, remedy)
+
+
+def document(value: Any, file: str, error: type[ValueError], remedy: str) -> Entry:
+    """The entry of a whole document. The arguments are those of :func:`parsed`.
+
+    Raises:
+        ValueError: it is nested too deeply. The error is of the class ``error``.
+    """
     if too_deep(value):
         raise error(f"{file}: more than {MAX_JSON_DEPTH} levels of nested lists and objects; {remedy}")
     return Entry(value, file, error, remedy)
@@ -242,14 +249,11 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """The JSON value in a file.
+def bytes_of(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file, at most one more than :data:`MAX_NBYTES`.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it does not hold JSON; the text says where it ends to be JSON.
+        OSError, ValueError: the file cannot be read, or no file can have this name.
     """
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("too many nested lists and objects") from error
+    with open(path, "rb") as file:
+        return file.read(MAX_NBYTES + 1)

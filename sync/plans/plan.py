@@ -6,23 +6,24 @@ first collective.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from gckernels.codec import CHUNK_ALIGN
-from gckernels.compressor import MAX_JSON_DEPTH, too_deep
 
 from ..programs.topology import Topology
+from .arguments import differentiable
 from .checks import contradictions, fitted_units, misfits
-from .json_files import read_json, write_whole
-from .parameters import differentiable
+from .json_files import Entry, bytes_of, document, parsed, write_whole
+from .json_records import JsonForm, read_record, written
 from .prediction import Prediction
 from .units import MAX_CHANNELS, PlanError, UnitPlan, parted, with_spread_roots
 
@@ -30,8 +31,9 @@ __all__ = ["Frontend", "Plan", "PlanError", "UnitPlan"]
 
 FORMAT = "gckernels.plan"
 VERSION = 2
-READ_VERSIONS = (1, 2)
-_ENTRIES = ("format", "version", "topology", "channels", "frontend", "start_step", "prediction", "units")
+READ_VERSIONS = (1, 2)  # the first and the last
+_ENTRIES = ("topology", "channels", "frontend", "start_step", "prediction", "units")
+_REMEDY = "save it again with Plan.save, or make it again with gckernels plan"
 
 
 class Frontend(Enum):
@@ -63,7 +65,7 @@ class Plan:
 
     units: tuple[UnitPlan, ...]
     topology: Topology | None = None
-    channels: int = 1
+    channels: Annotated[int, JsonForm(functools.partial(Entry.integer, least=1, most=MAX_CHANNELS))] = 1
     frontend: Frontend | None = None
     start_step: int = 0
     prediction: Prediction | None = field(default=None, compare=False)
@@ -137,18 +139,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a dict of JSON values, which :meth:`from_json` reads."""
-        prediction = None if self.prediction is None else self.prediction.to_json()
-        return self._head() | {"prediction": prediction, "units": [unit.to_json() for unit in self.units]}
-
-    def _head(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "topology": None if self.topology is None else asdict(self.topology),
-            "channels": self.channels,
-            "frontend": None if self.frontend is None else self.frontend.value,
-            "start_step": self.start_step,
-        }
+        record = written(self)
+        return {"format": FORMAT, "version": VERSION} | {key: record[key] for key in _ENTRIES}
 
     @staticmethod
     def from_json(record: Any) -> Plan:
@@ -157,34 +149,7 @@ class Plan:
         Raises:
             PlanError: the record has another format or version, or something in it is not valid.
         """
-        if too_deep(record):
-            raise PlanError(f"plan: more than {MAX_JSON_DEPTH} levels of nested lists and objects")
-        version = record.get("version") if isinstance(record, dict) else None
-        if type(version) is not int or version not in READ_VERSIONS or record.get("format") != FORMAT:
-            versions = " or ".join(map(str, READ_VERSIONS))
-            raise PlanError(f"plan: expected format {FORMAT!r}, version {versions}")
-        if not isinstance(record.get("units"), list):
-            raise PlanError("plan: expected a list of units")
-        if unknown := record.keys() - _ENTRIES:
-            raise PlanError(f"plan: there is no entry {min(unknown)!r}; allowed are {', '.join(_ENTRIES)}")
-        channels, topology, frontend = record.get("channels", 1), record.get("topology"), record.get("frontend")
-        try:
-            topology = None if topology is None else Topology(**topology)
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"plan: the topology is not valid: {error}") from error
-        ways = {each.value: each for each in Frontend}
-        if frontend is not None and (not isinstance(frontend, str) or frontend not in ways):
-            raise PlanError(f"plan: frontend must be null, {' or '.join(map(repr, ways))}, got {frontend!r}")
-        units = []
-        for index, unit in enumerate(record["units"]):
-            try:
-                units.append(UnitPlan.from_json(unit))
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise PlanError(f"plan: unit {index} is not valid: {error!r}") from error
-        found = record.get("prediction")
-        prediction = None if found is None else Prediction.from_json(found)
-        made_for = None if frontend is None else ways[frontend]
-        return Plan(tuple(units), topology, channels, made_for, record.get("start_step", 0), prediction)
+        return _plan_of(document(record, "record", PlanError, _REMEDY))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, which :meth:`load` reads. The file never holds a part of a plan.
@@ -202,21 +167,22 @@ class Plan:
             OSError: the file cannot be read.
             PlanError: it is damaged, or not a plan of a known version.
         """
-        try:
-            return Plan.from_json(read_json(path))
-        except ValueError as error:
-            again = "save it again with Plan.save, or make it again with gckernels plan"
-            raise PlanError(f"{os.fspath(path)}: not a plan, or damaged; {again}\n  {error}") from error
+        return _plan_of(parsed(bytes_of(path), os.fsdecode(path), "plan", PlanError, _REMEDY))
 
     def fingerprint(self) -> str:
         """The SHA-256 hash of the canonical JSON without the prediction, in hexadecimal."""
-        record = self._head() | {"units": [unit.to_json() for unit in self.units]}
-        return hashlib.sha256(_canonical(record).encode()).hexdigest()
+        return hashlib.sha256(_canonical(self._compared()).encode()).hexdigest()
 
     def lines(self) -> list[str]:
         """The canonical JSON without the prediction in pieces: first everything but the units, then one text for each
         unit."""
-        return [_canonical(self._head()), *(_canonical(unit.to_json()) for unit in self.units)]
+        record = self._compared()
+        units = record.pop("units")
+        return [_canonical(record), *map(_canonical, units)]
+
+    def _compared(self) -> dict[str, Any]:
+        """The record without the prediction."""
+        return {key: value for key, value in self.to_json().items() if key != "prediction"}
 
     # ---------------------------------------------------------------- models
 
@@ -249,3 +215,10 @@ class Plan:
 
 def _canonical(record: dict[str, Any]) -> str:
     return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
+def _plan_of(entry: Entry) -> Plan:
+    head = entry.fields(("format", "version"), None)
+    head["format"].choice((FORMAT,))
+    head["version"].integer(*READ_VERSIONS)
+    return read_record(entry, Plan, head=("format", "version"))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
 from gckernels.compressor import Compressor, from_json
 
 from ..programs.named import ALLREDUCE
 from ..programs.steps import Broadcast, Program, program_from_json, program_to_json
-from .parameters import plain_name
+from .arguments import plain_name
+from .json_records import JsonForm, from_value
 
 MAX_CHANNELS = 64  # each channel has its own process groups and lanes
 
@@ -54,8 +55,8 @@ class UnitPlan:
 
     parameter: str
     numel: int
-    compressor: Compressor
-    program: Program
+    compressor: Annotated[Compressor, JsonForm(from_value(from_json), Compressor.to_json)]
+    program: Annotated[Program, JsonForm(from_value(program_from_json), program_to_json)]
     feedback: bool
     start: int | None = None
     root: int = 0
@@ -110,46 +111,6 @@ class UnitPlan:
     def at_step(self, step: int) -> UnitPlan:
         """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""
         return replace(self, compressor=self.compressor.at_step(step))
-
-    def to_json(self) -> dict[str, Any]:
-        """The unit as a dict of JSON values, which :meth:`from_json` reads."""
-        return {
-            "parameter": self.parameter,
-            "numel": self.numel,
-            "compressor": self.compressor.to_json(),
-            "program": program_to_json(self.program),
-            "feedback": self.feedback,
-            "start": self.start,
-            "root": self.root,
-            "also": list(self.also),
-            "launch": self.launch,
-            "message": self.message,
-            "channel": self.channel,
-        }
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> UnitPlan:
-        """The unit that :meth:`to_json` has written, in this version of the format or an earlier one.
-
-        Raises:
-            KeyError, TypeError, ValueError: an entry is missing or not valid.
-        """
-        if unknown := record.keys() - _ENTRIES:
-            raise PlanError(f"there is no entry {min(unknown)!r}; allowed are {', '.join(_ENTRIES)}")
-        parameter, numel, feedback = record["parameter"], record["numel"], record["feedback"]
-        start, root, also = record.get("start"), record.get("root", 0), record.get("also", [])
-        if not isinstance(parameter, str) or type(numel) is not int or type(feedback) is not bool:
-            raise PlanError("parameter must be a string, numel an integer, feedback true or false")
-        if numel < 0 or type(root) is not int or not (start is None or (type(start) is int and start >= 0)):
-            raise PlanError("numel and root must be integers from 0 up, start one or null")
-        if not isinstance(also, list) or not all(isinstance(name, str) for name in also):
-            raise PlanError("also must be a list of names")
-        compressor, program = from_json(record["compressor"]), program_from_json(record["program"])
-        launched = (record.get(name) for name in ("launch", "message", "channel"))
-        return UnitPlan(parameter, numel, compressor, program, feedback, start, root, tuple(also), *launched)
-
-
-_ENTRIES = tuple(field.name for field in fields(UnitPlan))
 
 
 def parted(units: Iterable[UnitPlan], max_numel: int) -> Iterator[UnitPlan]:

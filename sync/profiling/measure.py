@@ -17,9 +17,9 @@ from gckernels.compressor import Compressor
 from ..communication.collectives import exchange_text
 from ..communication.cores import Cores, running_s
 from ..communication.ranks import Budget, Clock, Ranks, TimedRanks
+from ..planner.machines.files import profile_from_json, profile_to_json
 from ..planner.machines.machine import Shared
 from ..planner.machines.profile import Profile, Stamp
-from ..planner.machines.profile_json import profile_from_json, profile_to_json
 from ..programs.steps import AllGather, AllReduce, AllToAll, Place
 from ..programs.topology import Topology
 from ..resources.memory_spaces import Places

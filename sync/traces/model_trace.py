@@ -6,11 +6,12 @@ import os
 import sys
 from dataclasses import dataclass
 
-from ..plans.json_files import MAX_NBYTES, parsed, write_whole
+from ..plans.json_files import MAX_NBYTES, Entry, bytes_of, parsed, shown, write_whole
+from ..plans.json_records import checked_fields, written
 from .published_traces import is_published, published_fields
 from .shipped_traces import shipped_traces, trace_names
-from .trace_records import checked_text, fields_of, hash_of
-from .traced_tensors import TracedTensor, TraceError
+from .trace_records import check_fields, fields_of, hash_of, record_of, text_of
+from .traced_tensors import Float, TracedTensor, TraceError
 
 _REMEDY = "write the trace again, with 'gckernels trace SCRIPT -o FILE'"
 
@@ -35,9 +36,9 @@ class ModelTrace:
 
     model: str
     tensors: tuple[TracedTensor, ...]
-    backward_s: float
-    forward_s: float = 0.0
-    optimizer_s: float = 0.0
+    backward_s: Float
+    forward_s: Float = 0.0
+    optimizer_s: Float = 0.0
     buckets: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     copies_gradients: bool = False
@@ -50,7 +51,7 @@ class ModelTrace:
 
     def fingerprint(self) -> str:
         """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
-        return hash_of(self)
+        return hash_of(record_of(written(self)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, as JSON, which :meth:`load` reads. The file is replaced as a whole, or not at all.
@@ -62,8 +63,9 @@ class ModelTrace:
         try:
             write_whole(path, text)
         except OSError as error:
-            shown = os.fspath(path)
-            raise TraceError(f"{shown}: the trace cannot be written: {error.strerror}; give another path") from error
+            raise TraceError(
+                f"{os.fspath(path)}: the trace cannot be written: {error.strerror}; give another path"
+            ) from error
 
     @staticmethod
     def load(path_or_name: str | os.PathLike[str]) -> ModelTrace:
@@ -86,8 +88,7 @@ class ModelTrace:
         if isinstance(path, str) and path in trace_names() and not os.path.exists(path):
             return ModelTrace.from_text(shipped_traces()[path].read_bytes(), path)
         try:
-            with open(path, "rb") as file:
-                return ModelTrace.from_text(file.read(MAX_NBYTES + 1), os.fsdecode(path))
+            return ModelTrace.from_text(bytes_of(path), os.fsdecode(path))
         except (OSError, ValueError) as error:
             if isinstance(error, TraceError):
                 raise
@@ -102,7 +103,10 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid.
         """
-        return checked_text(self)
+        file, remedy = f"the trace of {shown(self.model)}", "make it of the types that ModelTrace says"
+        fields = checked_fields(self, file, TraceError, remedy)
+        check_fields(Entry(fields, file, TraceError, remedy), vars(self))
+        return text_of(record_of(fields))
 
     @staticmethod
     def from_text(text: str | bytes, file: str) -> ModelTrace:
@@ -116,4 +120,4 @@ class ModelTrace:
             TraceError: the trace is not valid.
         """
         document = parsed(text, file, "trace", TraceError, _REMEDY)
-        return ModelTrace(**(published_fields(document) if is_published(document) else fields_of(document)))
+        return ModelTrace(**(published_fields(document) if is_published(document) else fields_of(document, ModelTrace)))

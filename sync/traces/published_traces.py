@@ -30,8 +30,9 @@ def published_fields(document: Entry) -> dict[str, Any]:
         TraceError: the document is not valid.
     """
     fields = document.fields(FIELDS, None)
-    batch = fields["batch_per_gpu"].maybe(Entry.text) if "batch_per_gpu" in fields else None
-    source = fields["source"].text() + ("" if batch is None else f" Batch per GPU: {batch}.")
+    source, batch = fields["source"].text(), fields.get("batch_per_gpu")
+    if batch is not None and batch.value is not None:
+        source += f" Batch per GPU: {batch.text()}."
     tensors = []
     for entry in fields["tensors"].items():
         given = entry.fields(("name", "numel", "ready_us"), None)

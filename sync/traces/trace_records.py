@@ -7,99 +7,85 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from gckernels.toolkit.fields import dtype_named
-
-from ..plans.json_files import MAX_NUMBER, Entry, shown
-from .traced_tensors import Role, TracedTensor, TraceError
+from ..plans.json_files import Entry
+from ..plans.json_records import read_fields
+from .traced_tensors import TracedTensor
 
 FORMAT = "gckernels trace"
 VERSION = 1
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The dtypes of gradients."""
 
-_TRACE = ("format", "version", "model", "backward_s", "tensors")
-_MORE = ("forward_s", "optimizer_s", "buckets", "copies_gradients", "source", "sha256")
-_TENSOR = ("name", "numel", "ready_s")
-_MORE_OF_TENSOR = ("shape", "dtype", "role", "norm", "errors")
+_HEAD = ("format", "version")
+_KEYS = ("model", "source", "forward_s", "backward_s", "optimizer_s", "buckets", "copies_gradients", "tensors")
+"""The keys of the fields of a trace in the order of files."""
 
 
-class RecordedTrace(Protocol):
-    """The attributes that a record has of a trace."""
+def record_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The record of a trace without its hash.
 
-    @property
-    def model(self) -> str: ...
-    @property
-    def tensors(self) -> tuple[TracedTensor, ...]: ...
-    @property
-    def backward_s(self) -> float: ...
-    @property
-    def forward_s(self) -> float: ...
-    @property
-    def optimizer_s(self) -> float: ...
-    @property
-    def buckets(self) -> tuple[tuple[str, ...], ...]: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def copies_gradients(self) -> bool: ...
-
-
-def hash_of(trace: RecordedTrace) -> str:
-    """The SHA-256 hash of a trace, in hexadecimal, as its file has it."""
-    return _hash(_without_hash(trace))
-
-
-def checked_text(trace: RecordedTrace) -> str:
-    """The text of a trace's file: its record with its hash.
-
-    Raises:
-        TraceError: the trace is not valid.
+    Args:
+        fields: the JSON values of its fields.
     """
-    where = f"the trace of {shown(trace.model)}"
-    try:
-        record = _without_hash(trace)
-        record |= {"sha256": _hash(record)}
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise TraceError(
-            f"{where}: it has values of wrong types: {error}; make it of the types that ModelTrace says"
-        ) from error
-    fields_of(Entry(record, where, TraceError, "correct the trace"))
-    tensors = record.pop("tensors")
-    head = json.dumps(record, indent=1, allow_nan=False).removesuffix("\n}")
+    return {"format": FORMAT, "version": VERSION} | {key: fields[key] for key in _KEYS}
+
+
+def hash_of(record: dict[str, Any]) -> str:
+    """The SHA-256 hash of a trace's record, in hexadecimal, as its file has it."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """The text of a trace's file: its record with its hash, and a line for each tensor."""
+    rest = record | {"sha256": hash_of(record)}
+    tensors = rest.pop("tensors")
+    head = json.dumps(rest, indent=1, allow_nan=False).removesuffix("\n}")
     return f'{head},\n "tensors": [\n  ' + ",\n  ".join(map(json.dumps, tensors)) + "\n ]\n}\n"
 
 
-def fields_of(document: Entry) -> dict[str, Any]:
-    """The attributes of the trace in a record.
+def fields_of(document: Entry, kind: type[Any]) -> dict[str, Any]:
+    """The fields of the trace in a record.
+
+    Args:
+        document: the record.
+        kind: the class of traces.
 
     Raises:
         TraceError: the record is not valid.
     """
     if isinstance(document.value, dict):
         _check_version(document)
-    fields = document.fields(_TRACE, _MORE)
-    tensors = tuple(map(_tensor, fields["tensors"].items()))
-    backward_s = fields["backward_s"].number()
-    check_order(fields["tensors"], tensors)
-    if backward_s < tensors[-1].ready_s:
-        fields["backward_s"].refuse(f"at least the {tensors[-1].ready_s} seconds at which the last gradient is ready")
-    found = {
-        "model": fields["model"].text(),
-        "tensors": tensors,
-        "backward_s": backward_s,
-        "forward_s": fields["forward_s"].number() if "forward_s" in fields else 0.0,
-        "optimizer_s": fields["optimizer_s"].number() if "optimizer_s" in fields else 0.0,
-        "buckets": _buckets(fields["buckets"], tensors) if "buckets" in fields else (),
-        "source": fields["source"].text() if "source" in fields else "",
-        "copies_gradients": fields["copies_gradients"].boolean() if "copies_gradients" in fields else False,
-    }
-    if "sha256" in fields:
-        _check_hash(fields["sha256"], document)
+    found = read_fields(document, kind, head=_HEAD, more=("sha256",))
+    check_fields(document, found)
+    if "sha256" in document.value:
+        _check_hash(document.fields((), None)["sha256"], document)
     return found
+
+
+def check_fields(document: Entry, found: dict[str, Any]) -> None:
+    """Check that the fields of a trace agree with one another.
+
+    Args:
+        document: the record that they were read from.
+        found: the fields.
+
+    Raises:
+        TraceError: they do not.
+    """
+    fields, tensors = document.fields((), None), found["tensors"]
+    check_order(fields["tensors"], tensors)
+    for entry, tensor in zip(fields["tensors"].items(), tensors, strict=True):
+        if tensor.shape is not None and (len(tensor.shape) > 64 or math.prod(tensor.shape) != tensor.numel):
+            allowed = f"the sizes of at most 64 dimensions, of {tensor.numel} elements in all"
+            entry.fields((), None)["shape"].refuse(allowed, str(list(tensor.shape[:8])))
+    if found["backward_s"] < tensors[-1].ready_s:
+        fields["backward_s"].refuse(f"at least the {tensors[-1].ready_s} seconds at which the last gradient is ready")
+    buckets = found.get("buckets", ())
+    listed = [name for bucket in buckets for name in bucket]
+    if buckets and (sorted(listed) != sorted(tensor.name for tensor in tensors) or not all(buckets)):
+        fields["buckets"].refuse(
+            "lists, none of them empty, that together have the name of every tensor once", "others"
+        )
 
 
 def check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:
@@ -124,38 +110,6 @@ def check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:
             )
 
 
-def _without_hash(trace: RecordedTrace) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "model": trace.model,
-        "source": trace.source,
-        "forward_s": float(trace.forward_s),
-        "backward_s": float(trace.backward_s),
-        "optimizer_s": float(trace.optimizer_s),
-        "buckets": [list(bucket) for bucket in trace.buckets],
-        "copies_gradients": trace.copies_gradients,
-        "tensors": [
-            {
-                "name": tensor.name,
-                "numel": tensor.numel,
-                "ready_s": float(tensor.ready_s),
-                "shape": None if tensor.shape is None else list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "role": tensor.role.value,
-                "norm": None if tensor.norm is None else float(tensor.norm),
-                # an encoding that makes inf has an error without bound
-                "errors": {spec: min(float(error), MAX_NUMBER) for spec, error in tensor.errors.items()},
-            }
-            for tensor in trace.tensors
-        ],
-    }
-
-
-def _hash(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def _check_version(document: Entry) -> None:
     version = document.value.get("version")
     if document.value.get("format") != FORMAT or type(version) is not int:
@@ -167,44 +121,7 @@ def _check_version(document: Entry) -> None:
 
 def _check_hash(entry: Entry, document: Entry) -> None:
     rest = {key: value for key, value in document.value.items() if key != "sha256"}
-    if entry.text() != _hash(rest):
+    if entry.text() != hash_of(rest):
         entry.refuse(
             "the hash of the rest of the file, or left out after an edit by hand", "another one: it has changed"
         )
-
-
-def _tensor(entry: Entry) -> TracedTensor:
-    fields = entry.fields(_TENSOR, _MORE_OF_TENSOR)
-    numel = fields["numel"].integer()
-    return TracedTensor(
-        name=fields["name"].name(),
-        numel=numel,
-        ready_s=fields["ready_s"].number(),
-        shape=fields["shape"].maybe(lambda shape: _shape(shape, numel)) if "shape" in fields else None,
-        dtype=_dtype(fields["dtype"]) if "dtype" in fields else torch.float32,
-        role=fields["role"].member(Role) if "role" in fields else Role.WEIGHT,
-        norm=fields["norm"].maybe(Entry.number) if "norm" in fields else None,
-        errors={spec: each.number() for spec, each in fields["errors"].mapping().items()} if "errors" in fields else {},
-    )
-
-
-def _shape(entry: Entry, numel: int) -> tuple[int, ...]:
-    sizes = tuple(each.integer() for each in entry.items())
-    if len(sizes) > 64 or math.prod(sizes) != numel:
-        entry.refuse(f"the sizes of at most 64 dimensions, of {numel} elements in all", str(list(sizes[:8])))
-    return sizes
-
-
-def _dtype(entry: Entry) -> torch.dtype:
-    dtype = dtype_named(entry.text())
-    if dtype is None or dtype not in DTYPES:
-        entry.refuse(f"one of {', '.join(str(each).removeprefix('torch.') for each in DTYPES)}")
-    return dtype
-
-
-def _buckets(entry: Entry, tensors: Sequence[TracedTensor]) -> tuple[tuple[str, ...], ...]:
-    buckets = tuple(tuple(name.name() for name in bucket.items()) for bucket in entry.items())
-    listed = [name for bucket in buckets for name in bucket]
-    if buckets and (sorted(listed) != sorted(tensor.name for tensor in tensors) or not all(buckets)):
-        entry.refuse("lists, none of them empty, that together have the name of every tensor once", "others")
-    return buckets

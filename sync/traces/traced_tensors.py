@@ -5,8 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated, TypeAlias
 
 import torch
+
+from gckernels.toolkit.fields import dtype_named
+
+from ..plans.json_files import MAX_NUMBER, Entry
+from ..plans.json_records import JsonForm
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The dtypes of gradients."""
+
+Float: TypeAlias = Annotated[float, JsonForm(Entry.number, float)]
+# an encoding that makes inf has an error without bound
+Error: TypeAlias = Annotated[float, JsonForm(Entry.number, lambda error: min(float(error), MAX_NUMBER))]
+
+
+class TraceError(ValueError):
+    """Raised for a trace that is not valid, or that lacks something; the message says what to do."""
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    dtype = dtype_named(entry.text())
+    if dtype is None or dtype not in DTYPES:
+        entry.refuse(f"one of {', '.join(str(each).removeprefix('torch.') for each in DTYPES)}")
+    return dtype
 
 
 class Role(Enum):
@@ -33,15 +57,11 @@ class TracedTensor:
         errors: the relative error ``|g - decode(encode(g))| / |g|`` of every measured compressor, by its spec.
     """
 
-    name: str
+    name: Annotated[str, JsonForm(Entry.name)]
     numel: int
-    ready_s: float
+    ready_s: Float
     shape: tuple[int, ...] | None = None
-    dtype: torch.dtype = torch.float32
+    dtype: Annotated[torch.dtype, JsonForm(_dtype, lambda dtype: str(dtype).removeprefix("torch."))] = torch.float32
     role: Role = Role.WEIGHT
-    norm: float | None = None
-    errors: Mapping[str, float] = field(default_factory=dict)
-
-
-class TraceError(ValueError):
-    """Raised for a trace that is not valid, or that lacks something; the message says what to do."""
+    norm: Float | None = None
+    errors: Mapping[str, Error] = field(default_factory=dict)

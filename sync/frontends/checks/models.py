@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gckernels.codec import GRAD_DTYPES
 
-from ...plans.parameters import differentiable
+from ...plans.arguments import differentiable
 from ...plans.strides import in_reals
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from ...plans.parameters import plain_name
+from ...plans.arguments import plain_name
 from ...plans.strides import grad_strides
 
 _NO_ID = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...plans.parameters import differentiable
+from ...plans.arguments import differentiable
 from ...plans.plan import Plan
 from ..checks.models import refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from ..checks.optimizer_checks import refuse_steps_in_backward

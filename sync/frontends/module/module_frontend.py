@@ -16,7 +16,7 @@ from torch.distributed.utils import _sync_module_states
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...engine.runtime import Runtime
-from ...plans.parameters import differentiable
+from ...plans.arguments import differentiable
 from ...plans.plan import Frontend, Plan
 from ..checks.models import on_accumulated
 from ..frontend import NO_CALLS, Before, FrontendCalls, Overlap

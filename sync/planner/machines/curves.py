@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from gckernels.compressor import Compressor
+from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import PowerSGD
 
+from ...plans.json_files import Entry, shown
+from ...plans.json_records import FLAT, JsonForm
 from ...programs.stages import StageKind
-from ...programs.steps import Level, Place
+from ...programs.steps import KINDS, Level, Place
 from .machine import Floats, MachineError, Shared
 
 _LAST = 4  # sizes between which the slope beyond them is measured
@@ -123,10 +127,10 @@ class CollectiveCurve:
         curve: seconds over the bytes that a rank sends.
     """
 
-    step: str
+    step: Annotated[str, JsonForm(functools.partial(Entry.choice, allowed=KINDS))]
     level: Level
     place: Place
-    curve: Curve
+    curve: Annotated[Curve, FLAT]
 
     def __str__(self) -> str:
         return f"{self.step} {self.level.value}{_suffix(self.place)}"
@@ -137,7 +141,7 @@ class CopyCurve:
     """The cost of copies over one resource."""
 
     resource: Shared
-    curve: Curve
+    curve: Annotated[Curve, FLAT]
 
     def __str__(self) -> str:
         return f"Copy {self.resource.value}"
@@ -194,6 +198,13 @@ def sides_of(method: Compressor, units: Floats, elements: Floats) -> Floats | fl
     return 0.0
 
 
+def _compressor(entry: Entry) -> Compressor:
+    try:
+        return from_spec(entry.text())
+    except ValueError as error:
+        entry.refuse("a compressor of this release", f"{shown(entry.value)}: {error}")
+
+
 @dataclass(frozen=True)
 class CodecModel:
     """The cost of one codec's work in one launch.
@@ -208,10 +219,10 @@ class CodecModel:
         error: median relative error at sizes that were held out; ``None`` if there are too few to tell.
     """
 
-    compressor: Compressor
+    compressor: Annotated[Compressor, JsonForm(_compressor, str)]
     work: StageKind
     place: Place
-    coefficients: Coefficients
+    coefficients: Annotated[Coefficients, FLAT]
     cores: float
     max_units: int
     max_elements: int

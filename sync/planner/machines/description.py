@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 
 from gckernels.compressor import Compressor
 
+from ...plans.json_files import Entry
+from ...plans.json_records import JsonForm
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
-from ...programs.topology import Topology
 from .codecs import FP32_NBYTES, LAUNCHES, merging_factor, moved_nbytes_per_element
 from .collectives import Algorithm, Sharing, algorithms_of
 from .machine import Floats, MachineError, Overheads, Price, Shared
-from .parts import Copies, DescribedLink, Gpu, Host, PublishedCodec
+from .parts import (
+    Copies,
+    DescribedHost,
+    DescribedLinks,
+    DescribedTopology,
+    Device,
+    Gpu,
+    PublishedCodec,
+    PublishedCodecs,
+)
 
 MARGIN = 0.25
 """The relative error that predictions from descriptions are expected to have."""
@@ -40,14 +51,14 @@ class Description:
         sources: for every number of the file where it comes from, by its dotted path or that of an object around it.
     """
 
-    name: str
-    topology: Topology
-    host: Host
-    links: Mapping[Shared, DescribedLink]
-    gpu: Gpu | None = None
+    name: Annotated[str, JsonForm(Entry.name)]
+    topology: DescribedTopology
+    host: DescribedHost
+    links: DescribedLinks
+    gpu: Device = field(default=None, metadata={"key": "device"})
     copies: Copies | None = None
     overheads: Overheads = field(default_factory=Overheads)
-    codecs: Mapping[str, PublishedCodec] = field(default_factory=dict)
+    codecs: PublishedCodecs = field(default_factory=dict)
     about: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
 

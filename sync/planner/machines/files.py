@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 from importlib.resources.abc import Traversable
+from typing import Any
 
-from ...plans.json_files import MAX_NBYTES, Entry, parsed, shown
+from ...plans.json_files import Entry, bytes_of, parsed, shown
+from ...plans.json_records import read_record, written
+from .curves import ProfileError
 from .machine import Machine, MachineError
-from .profile_json import profile_from_json
+from .profile import MEASURE_AGAIN, Profile
 from .schema import DESCRIPTION_FORMAT, description_from_json
 
 PROFILE_FORMAT = "gckernels profile"
@@ -36,8 +40,7 @@ def load_machine(path_or_name: str | os.PathLike[str]) -> Machine:
     if given in machine_names():
         return machine_from_text(_shipped().joinpath(given + _SUFFIX).read_text(encoding="utf-8"), given)
     try:
-        with open(given, "rb") as file:
-            text = file.read(MAX_NBYTES + 1)
+        text = bytes_of(given)
     except FileNotFoundError as error:
         known = ", ".join(machine_names())
         raise MachineError(
@@ -72,7 +75,7 @@ def machine_from_text(text: str | bytes, file: str) -> Machine:
     document = parsed(text, file, "machine", MachineError, _REMEDY)
     readers: dict[str, Callable[[Entry], Machine]] = {
         DESCRIPTION_FORMAT: description_from_json,
-        PROFILE_FORMAT: _profile,
+        PROFILE_FORMAT: profile_from_json,
     }
     head = document.fields(("format", "version"), None)
     read = readers[head["format"].choice(readers)]
@@ -80,5 +83,22 @@ def machine_from_text(text: str | bytes, file: str) -> Machine:
     return read(document)
 
 
-def _profile(document: Entry) -> Machine:
-    return profile_from_json(document)
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    """A profile as a dict of JSON values."""
+    return {"format": PROFILE_FORMAT, "version": VERSION} | written(profile)
+
+
+def profile_from_json(record: Any) -> Profile:
+    """The profile that :func:`profile_to_json` has written.
+
+    Args:
+        record: the JSON value, or its entry in a file.
+
+    Raises:
+        MachineError: it has another format or version, or something in it is not valid.
+    """
+    document = record if isinstance(record, Entry) else Entry(record, "profile", ProfileError, MEASURE_AGAIN)
+    head = document.fields(("format", "version"), None)
+    head["format"].choice((PROFILE_FORMAT,))
+    head["version"].integer(VERSION, VERSION)
+    return read_record(replace(document, optional=("memory_nbytes",)), Profile, head=("format", "version"))

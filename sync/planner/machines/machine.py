@@ -6,10 +6,11 @@ estimated from the published rates of links and devices.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeAlias
+from typing import Annotated, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,17 @@ import numpy.typing as npt
 from gckernels.codec import Codec
 from gckernels.compressor import Compressor
 
+from ...plans.json_files import Entry
+from ...plans.json_records import JsonForm
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+
+MAX_RATE = 1e18
+"""The largest number in a description. It is beyond every rate, time and size, and products of several stay finite."""
+AtLeastZero: TypeAlias = Annotated[float, JsonForm(functools.partial(Entry.number, most=MAX_RATE))]
 
 
 class Shared(Enum):
@@ -104,10 +111,10 @@ class Overheads:
         plain_s: for each bucket, in DDP without a hook.
     """
 
-    stage_s: float = 0.0
-    submit_s: float = 0.0
-    hook_s: float = 0.0
-    plain_s: float = 0.0
+    stage_s: AtLeastZero = 0.0
+    submit_s: AtLeastZero = 0.0
+    hook_s: AtLeastZero = 0.0
+    plain_s: AtLeastZero = 0.0
 
 
 class Machine(Protocol):

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
-from ...plans.json_files import Entry
-from .machine import Floats
+from gckernels.compressor import COMPRESSORS
 
-MAX_RATE = 1e18
-"""The largest number in a description. It is beyond every rate, time and size, and products of several stay finite."""
+from ...plans.json_files import Entry
+from ...plans.json_records import JsonForm, read_record, written
+from ...programs.topology import Topology
+from .machine import MAX_RATE, AtLeastZero, Floats, Shared
+
 MAX_SHARING = 1 << 20
 """The largest number of machines, of devices, and of devices that share something."""
-_USUAL = ("limit_bit_per_s", "one_medium")
-_UNKNOWN = ("memory_nbytes",)
-
-
-def names_of(part: type[Any]) -> tuple[str, ...]:
-    """The names of the fields of a part."""
-    return tuple(field.name for field in dataclasses.fields(part))
-
-
-def at_least_zero(entry: Entry) -> float:
-    """The number of an entry, from 0 up."""
-    return entry.number(most=MAX_RATE)
-
-
-def above_zero(entry: Entry) -> float:
-    """The number of an entry, above 0."""
-    return entry.number(above=0, most=MAX_RATE)
-
-
-def known(part: Any) -> dict[str, Any]:
-    """The fields of a part as an object; those that are not known, or usual, are left out."""
-    fields = dataclasses.asdict(part).items()
-    return {key: value for key, value in fields if value not in (None, math.inf) and value is not False}
-
-
-def _required(part: type[Any], optional: Collection[str]) -> list[str]:
-    return [name for name in names_of(part) if name not in optional]
+_ABOVE_ZERO = JsonForm(functools.partial(Entry.number, above=0, most=MAX_RATE))
+AboveZero: TypeAlias = Annotated[float, _ABOVE_ZERO]
+Fraction: TypeAlias = Annotated[float, JsonForm(functools.partial(Entry.number, above=0, most=1))]
+Count: TypeAlias = Annotated[int, JsonForm(functools.partial(Entry.integer, least=1, most=MAX_SHARING))]
 
 
 @dataclass(frozen=True)
@@ -57,21 +36,10 @@ class Gpu:
         memory_nbytes: the bytes of its memory; ``None`` if they are not known.
     """
 
-    memory_byte_per_s: float
-    codec_efficiency: float
-    launch_s: float
-    memory_nbytes: float | None = None
-
-    @staticmethod
-    def from_json(entry: Entry) -> Gpu:
-        """The device in an object of kind ``"cuda"``."""
-        fields = entry.fields(("kind", *_required(Gpu, _UNKNOWN)), _UNKNOWN)
-        return Gpu(
-            above_zero(fields["memory_byte_per_s"]),
-            fields["codec_efficiency"].number(above=0, most=1),
-            at_least_zero(fields["launch_s"]),
-            above_zero(fields["memory_nbytes"]) if "memory_nbytes" in fields else None,
-        )
+    memory_byte_per_s: AboveZero
+    codec_efficiency: Fraction
+    launch_s: AtLeastZero
+    memory_nbytes: Annotated[float | None, _ABOVE_ZERO] = None
 
 
 @dataclass(frozen=True)
@@ -87,25 +55,12 @@ class Host:
         memory_nbytes: the bytes of its memory, for all ranks together; ``None`` if they are not known.
     """
 
-    cores: float
-    memory_byte_per_s: float
-    codec_byte_per_core_s: float
-    network_byte_per_core_s: float
-    call_s: float
-    memory_nbytes: float | None = None
-
-    @staticmethod
-    def from_json(entry: Entry) -> Host:
-        """The host in an object."""
-        fields = entry.fields(_required(Host, _UNKNOWN), _UNKNOWN)
-        return Host(
-            above_zero(fields["cores"]),
-            above_zero(fields["memory_byte_per_s"]),
-            above_zero(fields["codec_byte_per_core_s"]),
-            above_zero(fields["network_byte_per_core_s"]),
-            at_least_zero(fields["call_s"]),
-            above_zero(fields["memory_nbytes"]) if "memory_nbytes" in fields else None,
-        )
+    cores: AboveZero
+    memory_byte_per_s: AboveZero
+    codec_byte_per_core_s: AboveZero
+    network_byte_per_core_s: AboveZero
+    call_s: AtLeastZero
+    memory_nbytes: Annotated[float | None, _ABOVE_ZERO] = None
 
 
 @dataclass(frozen=True)
@@ -122,30 +77,17 @@ class DescribedLink:
             machines together and for both directions.
     """
 
-    bandwidth_bit_per_s: float
-    efficiency: float
-    latency_s: float
-    shared_by: int
-    limit_bit_per_s: float = math.inf
+    bandwidth_bit_per_s: AboveZero
+    efficiency: Fraction
+    latency_s: AtLeastZero
+    shared_by: Count
+    limit_bit_per_s: AboveZero = math.inf
     one_medium: bool = False
 
     @property
     def byte_per_s(self) -> float:
         """The bytes that collectives get through a link in a second in each direction."""
         return min(self.bandwidth_bit_per_s * self.efficiency, self.limit_bit_per_s) / 8
-
-    @staticmethod
-    def from_json(entry: Entry) -> DescribedLink:
-        """The link in an object."""
-        fields = entry.fields(_required(DescribedLink, _USUAL), _USUAL)
-        return DescribedLink(
-            above_zero(fields["bandwidth_bit_per_s"]),
-            fields["efficiency"].number(above=0, most=1),
-            at_least_zero(fields["latency_s"]),
-            fields["shared_by"].integer(1, MAX_SHARING),
-            above_zero(fields["limit_bit_per_s"]) if "limit_bit_per_s" in fields else math.inf,
-            fields["one_medium"].boolean() if "one_medium" in fields else False,
-        )
 
 
 @dataclass(frozen=True)
@@ -158,19 +100,23 @@ class Copies:
         shared_by: the number of devices of a machine that share the bandwidth.
     """
 
-    bandwidth_byte_per_s: float
-    latency_s: float
-    shared_by: int
+    bandwidth_byte_per_s: AboveZero
+    latency_s: AtLeastZero
+    shared_by: Count
 
-    @staticmethod
-    def from_json(entry: Entry) -> Copies:
-        """The copies in an object."""
-        fields = entry.fields(names_of(Copies))
-        return Copies(
-            above_zero(fields["bandwidth_byte_per_s"]),
-            at_least_zero(fields["latency_s"]),
-            fields["shared_by"].integer(1, MAX_SHARING),
-        )
+
+def _points(entry: Entry) -> tuple[tuple[float, float], ...]:
+    if len(entry.items()) < 2:
+        entry.refuse("a list of at least two pairs [bytes, seconds]")
+    points: list[tuple[float, float]] = []
+    for pair in entry.items():
+        if len(pair.items()) != 2:
+            pair.refuse("a pair [bytes, seconds]")
+        nbytes, seconds = (each.number(most=MAX_RATE) for each in pair.items())
+        if points and (nbytes <= points[-1][0] or seconds < points[-1][1]):
+            pair.refuse("of more bytes and no fewer seconds than the pair before it", str(pair.value))
+        points.append((nbytes, seconds))
+    return tuple(points)
 
 
 @dataclass(frozen=True)
@@ -201,6 +147,9 @@ class CodecCurve:
         return result
 
 
+_CURVE = JsonForm(lambda entry: CodecCurve(_points(entry)), lambda curve: [list(point) for point in curve.points])
+
+
 @dataclass(frozen=True)
 class PublishedCodec:
     """Published times of a compressor on the device.
@@ -210,5 +159,51 @@ class PublishedCodec:
         decode: the times of decoding one payload.
     """
 
-    encode: CodecCurve
-    decode: CodecCurve
+    encode: Annotated[CodecCurve, _CURVE]
+    decode: Annotated[CodecCurve, _CURVE]
+
+
+# -------------------------------------------------------------------- their forms in files
+
+_LINKS = (Shared.INTER, Shared.INTRA)
+
+
+def _known(part: Any) -> dict[str, Any]:
+    """The object of a part, without entries that are not known, or usual."""
+    return {key: value for key, value in written(part).items() if value not in (None, math.inf) and value is not False}
+
+
+def _topology(entry: Entry) -> Topology:
+    fields = entry.fields(("machines", "devices"))
+    return Topology(*(fields[name].integer(1, MAX_SHARING) for name in ("machines", "devices")))
+
+
+def _links(entry: Entry) -> dict[Shared, DescribedLink]:
+    given = entry.fields((), [link.value for link in _LINKS])
+    return {link: read_record(given[link.value], DescribedLink) for link in _LINKS if link.value in given}
+
+
+def _gpu(entry: Entry) -> Gpu | None:
+    if entry.fields(("kind",), None)["kind"].choice(("cuda", "cpu")) == "cuda":
+        return read_record(entry, Gpu, head=("kind",))
+    entry.fields(("kind",))
+    return None
+
+
+def _codecs(entry: Entry) -> dict[str, PublishedCodec]:
+    return {name: read_record(each, PublishedCodec) for name, each in entry.fields((), sorted(COMPRESSORS)).items()}
+
+
+DescribedTopology: TypeAlias = Annotated[Topology, JsonForm(_topology, written)]
+DescribedHost: TypeAlias = Annotated[Host, JsonForm(functools.partial(read_record, kind=Host), _known)]
+DescribedLinks: TypeAlias = Annotated[
+    Mapping[Shared, DescribedLink],
+    JsonForm(_links, lambda links: {link.value: _known(each) for link, each in links.items()}),
+]
+Device: TypeAlias = Annotated[
+    Gpu | None, JsonForm(_gpu, lambda gpu: {"kind": "cpu"} if gpu is None else {"kind": "cuda"} | _known(gpu))
+]
+PublishedCodecs: TypeAlias = Annotated[
+    Mapping[str, PublishedCodec],
+    JsonForm(_codecs, lambda codecs: {name: written(each) for name, each in codecs.items()}),
+]

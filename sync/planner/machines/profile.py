@@ -101,7 +101,7 @@ class Profile:
     left_out: tuple[str, ...]
     stamp: Stamp
     memory_nbytes: float | None = None
-    assumptions: dict[str, int] = field(default_factory=dict, compare=False)
+    assumptions: dict[str, int] = field(default_factory=dict, compare=False, init=False)
 
     def __post_init__(self) -> None:
         if self.computes_on not in (Shared.CORES, Shared.DEVICE):

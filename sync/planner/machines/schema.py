@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
-from gckernels.compressor import COMPRESSORS
-
 from ...plans.json_files import Entry
-from ...programs.topology import Topology
+from ...plans.json_records import read_record, written
 from .description import Description
-from .machine import MachineError, Overheads, Shared
-from .parts import (
-    MAX_SHARING,
-    CodecCurve,
-    Copies,
-    DescribedLink,
-    Gpu,
-    Host,
-    PublishedCodec,
-    at_least_zero,
-    known,
-    names_of,
-)
+from .machine import MachineError, Overheads
 
 DESCRIPTION_FORMAT = "gckernels machine"
 """The ``"format"`` of files with descriptions."""
 DESCRIPTION_VERSION = 1
 """Their ``"version"``."""
 
-_LINKS = (Shared.INTER, Shared.INTRA)
-_REQUIRED = ("format", "version", "name", "topology", "device", "host", "links", "sources")
-_OPTIONAL = ("about", "copies", "overheads", "codecs")
+_KEYS = ("name", "about", "topology", "device", "host", "links", "overheads", "codecs", "copies", "sources")
+"""The keys of descriptions in the order of files."""
+_OPTIONAL = ("about", "copies", "overheads", "codecs", "memory_nbytes", "limit_bit_per_s", "one_medium")
 _REMEDY = "correct the description"
 
 
@@ -46,29 +31,10 @@ def description_from_json(document: Entry) -> Description:
     Raises:
         MachineError: an entry is missing, unknown or not valid, or a number has no source.
     """
-    document = dataclasses.replace(document, remedy=_REMEDY)
-    fields = document.fields(_REQUIRED, _OPTIONAL)
-    inside = fields["topology"].fields(names_of(Topology))
-    device = fields["device"].fields(("kind",), None)["kind"].choice(("cuda", "cpu"))
-    if device == "cpu":
-        fields["device"].fields(("kind",))
-    links = fields["links"].fields((), [link.value for link in _LINKS])
-    description = document.built(
-        functools.partial(
-            Description,
-            fields["name"].name(),
-            Topology(*(inside[name].integer(1, MAX_SHARING) for name in names_of(Topology))),
-            Host.from_json(fields["host"]),
-            {link: DescribedLink.from_json(links[link.value]) for link in _LINKS if link.value in links},
-            Gpu.from_json(fields["device"]) if device == "cuda" else None,
-            Copies.from_json(fields["copies"]) if "copies" in fields else None,
-            _overheads(fields["overheads"]) if "overheads" in fields else Overheads(),
-            _codecs(fields["codecs"]) if "codecs" in fields else {},
-            fields["about"].text() if "about" in fields else "",
-            {path: each.text() for path, each in fields["sources"].mapping().items()},
-        )
-    )
-    _check_sources(document.value, fields["sources"])
+    optional = (*_OPTIONAL, *(each.name for each in dataclasses.fields(Overheads)))
+    document = dataclasses.replace(document, remedy=_REMEDY, optional=optional)
+    description = read_record(document, Description, head=("format", "version"))
+    _check_sources(document)
     return description
 
 
@@ -78,77 +44,19 @@ def description_to_json(description: Description) -> dict[str, Any]:
     Raises:
         MachineError: a number has no source.
     """
-    gpu, copies = description.gpu, description.copies
-    record: dict[str, Any] = {
-        "format": DESCRIPTION_FORMAT,
-        "version": DESCRIPTION_VERSION,
-        "name": description.name,
-        "about": description.about,
-        "topology": dataclasses.asdict(description.topology),
-        "device": {"kind": "cpu"} if gpu is None else {"kind": "cuda"} | known(gpu),
-        "host": known(description.host),
-        "links": {link.value: known(description.links[link]) for link in description.links},
-        "overheads": dataclasses.asdict(description.overheads),
-        "codecs": {
-            name: {"encode": _points(codec.encode), "decode": _points(codec.decode)}
-            for name, codec in description.codecs.items()
-        },
-    }
-    if copies is not None:
-        record["copies"] = dataclasses.asdict(copies)
-    record["sources"] = dict(description.sources)
-    _check_sources(record, Entry(record["sources"], description.name, MachineError, _REMEDY, "sources"))
+    fields = written(description)
+    record = {"format": DESCRIPTION_FORMAT, "version": DESCRIPTION_VERSION}
+    record |= {key: fields[key] for key in _KEYS if fields[key] is not None}
+    _check_sources(Entry(record, description.name, MachineError, _REMEDY))
     return record
 
 
-def _overheads(entry: Entry) -> Overheads:
-    fields = entry.fields((), names_of(Overheads))
-    return Overheads(**{name: at_least_zero(each) for name, each in fields.items()})
-
-
-# -------------------------------------------------------------------- published codecs
-
-
-def _codecs(entry: Entry) -> dict[str, PublishedCodec]:
-    codecs = {}
-    for name, codec in entry.fields((), sorted(COMPRESSORS)).items():
-        fields = codec.fields(("encode", "decode"))
-        codecs[name] = PublishedCodec(_curve(fields["encode"]), _curve(fields["decode"]))
-    return codecs
-
-
-def _curve(entry: Entry) -> CodecCurve:
-    if len(entry.items()) < 2:
-        entry.refuse("a list of at least two pairs [bytes, seconds]")
-    points: list[tuple[float, float]] = []
-    for pair in entry.items():
-        if len(pair.items()) != 2:
-            pair.refuse("a pair [bytes, seconds]")
-        nbytes, seconds = map(at_least_zero, pair.items())
-        if points and (nbytes <= points[-1][0] or seconds < points[-1][1]):
-            pair.refuse("of more bytes and no fewer seconds than the pair before it", str(pair.value))
-        points.append((nbytes, seconds))
-    return CodecCurve(tuple(points))
-
-
-def _points(curve: CodecCurve) -> list[list[float]]:
-    return [list(point) for point in curve.points]
-
-
-# -------------------------------------------------------------------- sources
-
-
-def _check_sources(record: dict[str, Any], entry: Entry) -> None:
-    """Raise a MachineError if a number of a file has no source, or a source is of nothing in the file.
-
-    Args:
-        record: the file.
-        entry: its sources.
-    """
+def _check_sources(document: Entry) -> None:
+    """Raise a MachineError if a number of a file has no source, or a source is of nothing in the file."""
+    entry = document.fields((), None)["sources"]
     sources = entry.mapping()
-    inside = {
-        key: value for key, value in record.items() if key not in ("format", "version", "name", "about", "sources")
-    }
+    beside = ("format", "version", "name", "about", "sources")
+    inside = {key: value for key, value in document.value.items() if key not in beside}
     covered: set[str] = set()
     for path in _numbers(inside, ""):
         around = {path[:end] for end in range(1, len(path) + 1) if end == len(path) or path[end] == "."} & {*sources}

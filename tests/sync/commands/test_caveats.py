@@ -16,10 +16,9 @@ from gckernels.sync import Topology
 from gckernels.sync.commands.common.caveats import slips_of_machine
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
-from gckernels.sync.planner.machines.files import load_machine, machine_names
+from gckernels.sync.planner.machines.files import load_machine, machine_names, profile_to_json
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
-from gckernels.sync.planner.machines.profile_json import profile_to_json
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.traces.traced_tensors import Role

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_caveats import write_profile
 
 from command_files import run_text
-from gckernels.sync.planner.machines.profile_json import profile_from_json
+from gckernels.sync.planner.machines.files import profile_from_json
 from gckernels.sync.profiling import request
 
 

@@ -104,7 +104,9 @@ def test_a_file_that_is_no_plan_is_told_so_with_one_command_to_run_next(files, c
     Path(files["plan"]).write_text('{"a": 1}')
     (arguments,) = commands_with(files, "plan")
     code, _, errors = run_text(capsys, *arguments)
-    assert code == 3 and errors.endswith("(plan: expected format 'gckernels.plan', version 1 or 2)\n")
+    assert code == 3 and errors.endswith(
+        "got none with format, version; save it again with Plan.save, or make it again with gckernels plan\n"
+    )
     assert errors.count("gckernels plan") == 1
 
 

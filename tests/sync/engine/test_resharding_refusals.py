@@ -85,7 +85,7 @@ def damaged(change: str, states: list[dict[str, Any]]) -> Any:
         ("two plans", "ranks 0 and 2 differ in plan"),
         ("two topologies", "ranks 0 and 2 differ in plan"),
         ("a topology of another size", r"the plan is for Topology\(machines=2, devices=2\), but the job had 3 ranks"),
-        ("a plan that is none", "expected format 'gckernels.plan'"),
+        ("a plan that is none", "record must be an object with format, version"),
         ("a program that does not work", "w5: program .*: does not end"),
         ("a root that there is not", "root is 3, but the job had 3 ranks"),
         ("one has lost something", "rank 1: feedback: the shard residual of w100 is missing"),

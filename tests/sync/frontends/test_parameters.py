@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import BlockQuant, Identity, sync
 from gckernels.sync import Attachment, Plan, UnitPlan, attach, record_timeline
-from gckernels.sync.plans.parameters import differentiable, plain_name
+from gckernels.sync.plans.arguments import differentiable, plain_name
 from gckernels.sync.programs import ALLREDUCE
 from models import build
 from ranks import run_ranks, values_of

@@ -14,9 +14,9 @@ import torch
 import gckernels
 from gckernels.sync import Topology
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from gckernels.sync.planner.machines.files import profile_from_json, profile_to_json
 from gckernels.sync.planner.machines.machine import MachineError, Overheads, Shared
 from gckernels.sync.planner.machines.profile import MIN_MARGIN, Profile, Stamp
-from gckernels.sync.planner.machines.profile_json import profile_from_json, profile_to_json
 from gckernels.sync.planner.timeline.pricing import Pricer, Units
 from gckernels.sync.programs import ALLGATHER, POWERSGD, Level, Place
 from gckernels.sync.programs.stages import MessageKind, StageKind

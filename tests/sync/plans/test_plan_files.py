@@ -17,6 +17,7 @@ from torch import nn
 
 from gckernels import COMPRESSORS, BlockQuant, EFSignSGD, Identity, sync
 from gckernels.sync import Frontend, Plan, PlanError, Prediction, Topology, UnitPlan
+from gckernels.sync.plans.json_records import written
 from gckernels.sync.plans.prediction import Alternative, Source
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL
 
@@ -31,7 +32,7 @@ VERSION_1 = """{"format": "gckernels.plan", "version": 1, "topology": {"machines
 
 # -------------------------------------------------------------------- all plans
 
-NUMBERS = st.floats(0, 1e6) | st.integers(0, 2**70)
+NUMBERS = st.floats(0, 1e6) | st.integers(0, 2**53)
 TEXTS = st.text(max_size=8)
 SOURCES = st.builds(Source, TEXTS, TEXTS)
 ALTERNATIVES = st.lists(st.builds(Alternative, TEXTS, NUMBERS, NUMBERS), max_size=3).map(tuple)
@@ -112,26 +113,18 @@ def record(**changes: Any) -> dict[str, Any]:
     return plan.to_json() | changes
 
 
-def test_wrong_numbers_name_unit_and_field():
-    for field in ("launch", "message", "channel"):
-        wrong = record()
-        wrong["units"][0][field] = -1
-        with pytest.raises(PlanError, match=f"unit 0 is not valid: .*a: {field} must be None or an int from 0"):
-            Plan.from_json(wrong)
-
-
 def test_entries_that_no_version_has_are_named():
-    with pytest.raises(PlanError, match="there is no entry 'chanels'; allowed are format, version, topology, channels"):
+    with pytest.raises(PlanError, match=r"record must be an object with no other keys than .* one with 'chanels'"):
         Plan.from_json(record(chanels=2))
     wrong = record()
     wrong["units"][0]["lunch"] = 1
-    with pytest.raises(PlanError, match=r"unit 0 is not valid: .*there is no entry 'lunch'; allowed are parameter, "):
+    with pytest.raises(PlanError, match=r"units\[0\] must be an object with no other keys than parameter, .*'lunch'"):
         Plan.from_json(wrong)
 
 
 @pytest.mark.parametrize("value", ["DDP", 1, ["ddp"], {}])
 def test_the_names_of_ways_to_attach(value):
-    with pytest.raises(PlanError, match="frontend must be null, 'ddp' or 'module', got"):
+    with pytest.raises(PlanError, match="frontend must be one of ddp, module, got"):
         Plan.from_json(record(frontend=value))
 
 
@@ -145,34 +138,37 @@ GOOD = {
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ([], "must be an object"),
-        ({"step_s": -1}, "step_s must be a finite number from 0 up, got -1"),
-        ({"step_s": float("nan")}, "step_s must be a finite number"),
-        ({"none_s": float("inf")}, "none_s must be a finite number"),
-        ({"none_s": 10**400}, "none_s must be a finite number"),
-        ({"error": True}, "error must be a finite number"),
-        ({"margin": "5 %"}, "margin must be a finite number"),
-        ({"policy": None}, "policy must be a string, got None"),
-        ({"estimated": 0}, "estimated must be True or False, got 0"),
-        ({"machine": "lab"}, "machine must be an object, got 'lab'"),
-        ({"machine": {"name": "lab"}}, "machine are not those of Source: .*fingerprint"),
-        ({"trace": {"name": 1, "fingerprint": ""}}, "name must be a string, got 1"),
-        ({"alternatives": {}}, "alternatives must be a list"),
-        ({"alternatives": [GOOD["alternatives"][0], {}]}, r"alternatives\[1\] are not those of Alternative"),
-        ({"step": 1}, "entries are not those of Prediction: .*'step'"),
+        ([], " must be an object"),
+        ({"step_s": -1}, ".step_s must be a finite number from 0 up, got -1"),
+        ({"step_s": float("nan")}, ".step_s must be a finite number"),
+        ({"none_s": float("inf")}, ".none_s must be a finite number"),
+        ({"none_s": 10**400}, ".none_s must be a finite number"),
+        ({"error": True}, ".error must be a finite number"),
+        ({"margin": "5 %"}, ".margin must be a finite number"),
+        ({"policy": None}, ".policy must be a text, got None"),
+        ({"estimated": 0}, ".estimated must be true or false, got 0"),
+        ({"machine": "lab"}, ".machine must be an object with name, fingerprint, got 'lab'"),
+        ({"machine": {"name": "lab"}}, ".machine must be an object with name, .*, got none with fingerprint"),
+        ({"trace": {"name": 1, "fingerprint": ""}}, ".trace.name must be a text, got 1"),
+        ({"alternatives": {}}, ".alternatives must be a list"),
+        (
+            {"alternatives": [GOOD["alternatives"][0], {}]},
+            r".alternatives\[1\] must be .*none with policy, step_s",
+        ),
+        ({"step": 1}, " must be an object with no other keys than .*, got one with 'step'"),
     ],
 )
 def test_a_prediction_is_checked(change, text):
-    assert Plan.from_json(record(prediction=GOOD)).prediction.to_json() == GOOD
+    assert written(Plan.from_json(record(prediction=GOOD)).prediction) == GOOD
     wrong = GOOD | change if isinstance(change, dict) else change
-    with pytest.raises(PlanError, match=f"prediction: {text}"):
+    with pytest.raises(PlanError, match=f"record: prediction{text}.*; save it again"):
         Plan.from_json(record(prediction=wrong))
 
 
 def test_a_prediction_has_its_parts():
     source = Source("lab", "00")
-    for changes in ({"machine": "lab"}, {"alternatives": []}, {"alternatives": ("none",)}):
-        with pytest.raises(PlanError, match=f"prediction: {next(iter(changes))} must be a"):
+    for changes in ({"machine": "lab"}, {"alternatives": []}, {"alternatives": ("none",)}, {"step_s": -1.0}):
+        with pytest.raises(PlanError, match=rf"prediction: ({next(iter(changes))} must be|it has values of)"):
             Prediction(
                 **(
                     {"step_s": 1, "none_s": 1, "policy": "", "estimated": True, "margin": 0, "error": 0}
@@ -204,7 +200,7 @@ def test_a_truncated_file_is_refused(tmp_path):
     text = path.read_text()
     for stop in range(0, len(text.rstrip()), 97):
         path.write_text(text[:stop])
-        with pytest.raises(PlanError, match=r"plan\.json: not a plan, or damaged; save it again .* gckernels plan"):
+        with pytest.raises(PlanError, match=r"plan\.json: no JSON, or cut off, .*; save it again .* gckernels plan"):
             Plan.load(path)
 
 
@@ -212,7 +208,7 @@ def test_a_truncated_file_is_refused(tmp_path):
 def test_what_is_no_plan_at_all(tmp_path, content):
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    with pytest.raises(PlanError, match="not a plan, or damaged"):
+    with pytest.raises(PlanError, match=r"plan\.json(: no JSON| must be an object with format).*; save it again"):
         Plan.load(path)
 
 

@@ -16,7 +16,7 @@ import gckernels
 from gckernels.sync import Topology, profile
 from gckernels.sync.accuracy.accuracy import candidates_by_default
 from gckernels.sync.commands.profile import summary
-from gckernels.sync.planner.machines.profile_json import profile_from_json, profile_to_json
+from gckernels.sync.planner.machines.files import profile_from_json, profile_to_json
 from gckernels.sync.profiling import measure
 from gckernels.sync.profiling.measure import measure_profile
 from gckernels.sync.profiling.measurements.codecs import cases_of
