@@ -18,7 +18,7 @@ from gckernels.sync import commands
 
 _DOCS = Path(__file__).parent
 _REFERENCE = _DOCS / "reference" / "commands"
-PAGES = tuple(_REFERENCE / f"{verb}.md" for verb in ("plan", "explain", "predict"))
+PAGES = tuple(_REFERENCE / f"{verb}.md" for verb in ("plan", "explain"))
 """The pages with outputs."""
 LEFT_OUT = "..."
 _BLOCK = re.compile(r"(?<=^```text\n)(?=\$ gckernels ).*?(?=^```$)", re.MULTILINE | re.DOTALL)

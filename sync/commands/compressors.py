@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gckernels
 
 from .common.console import Console
-from .common.outcome import Exit
+from .common.files import add_outputs
+from .common.outcome import Outcome
 from .common.tables import table
-from .verbs import add_json_argument
 
 _REFERENCE_SHAPE = (1024, 1024)
 
@@ -22,14 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "List the compressors with their defaults: the bytes per element that each sends for a 1024 x 1024 matrix, "
         "whether it needs error feedback, and whether its payloads can be summed."
     )
-    add_json_argument(parser)
+    add_outputs(parser)
 
 
-def run(given: argparse.Namespace, console: Console) -> Exit:
-    """Print the table."""
-    console.show(compressors_table())
-    console.record(compressors())
-    return Exit.OK
+def run(given: argparse.Namespace, console: Console) -> Outcome:
+    """Make the table."""
+    records = compressors()
+    return Outcome(compressors_table(records), records)
 
 
 def compressors() -> list[dict[str, Any]]:
@@ -46,12 +46,8 @@ def compressors() -> list[dict[str, Any]]:
     return records
 
 
-def compressors_table() -> str:
-    """A table of all methods with their default settings, one line each.
-
-    Its columns are the bytes per element that the method sends for a 1024 x 1024 matrix, whether it needs error
-    feedback, and whether its payloads can be summed.
-    """
+def compressors_table(records: Sequence[Mapping[str, Any]]) -> str:
+    """A table of methods, one line each."""
     rows = [
         (
             each["compressor"],
@@ -59,6 +55,6 @@ def compressors_table() -> str:
             "yes" if each["needs_feedback"] else "no",
             "yes" if each["summable"] else "no",
         )
-        for each in compressors()
+        for each in records
     ]
     return table(("compressor", "bytes/element", "feedback", "summable"), rows, left=(0, 2, 3))

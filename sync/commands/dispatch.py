@@ -1,23 +1,49 @@
-"""The start of the command: finds the verb, parses its arguments, runs it, and turns every error into one line."""
+"""The command: finds the verb, parses its arguments, runs it, writes and prints its results, and turns every error into
+one line."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NoReturn, Protocol, TextIO, cast
 
 import gckernels
 
 from .common.console import Console
-from .common.files import STANDARD, check_outputs
-from .common.outcome import CommandError, Exit, wrong_use
-from .verbs import INPUTS, OUTPUTS, VERBS, Verb, module_of
+from .common.files import STANDARD, check_paths, write
+from .common.outcome import CommandError, Exit, Outcome, wrong_use
 
 SHOWS_TRACEBACK = "GCKERNELS_TRACEBACK"
+VERBS: Mapping[str, str] = {
+    "trace": "measure steps of a training script, for plans",
+    "profile": "measure what collectives and compressors cost on the ranks of torchrun",
+    "plan": "choose a plan for a model on a machine, and say whether it pays, here and elsewhere",
+    "explain": "say why a plan takes as long as it does, and what its choices are worth",
+    "lab": "run a script on throttled links between network namespaces",
+    "compressors": "list the compressors with their defaults",
+    "show": "print the functions that are generated for a quantiser",
+}
+"""The verbs and what each does, in the order of a new user's needs. ``sync/commands/VERB.py`` implements it."""
 _EXIT_CODES = "exit codes: 0 done, and it pays; 1 it does not pay; 2 wrong use; 3 data that is not good enough"
+
+
+class Verb(Protocol):
+    """A module that implements a verb. It is imported only if the verb is asked for."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments to the verb's parser, and set its description and epilogue."""
+
+    def run(self, given: argparse.Namespace, console: Console) -> Outcome:
+        """Do what the arguments say.
+
+        Raises:
+            CommandError: something is refused.
+        """
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,15 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = f" {verb}" if verb in VERBS else ""
     console = Console(verb)
     try:
-        implementation = module_of(verb) if verb in VERBS else None
-        given = _parser(verb, implementation).parse_args(words, argparse.Namespace(words=words))
-        assert implementation is not None
-        outputs, inputs = (_paths(given, names) for names in (OUTPUTS, INPUTS))
-        console = Console(verb, getattr(given, "json", False), STANDARD in outputs)
-        check_outputs(outputs, inputs)
-        code = implementation.run(given, console)
-        console.close()
-        return code
+        given = parser_of(verb).parse_args(words, argparse.Namespace(words=words))
+        outputs = check_paths(given)
+        outcome = module_of(verb).run(given, console)
+        _deliver(outcome, console, getattr(given, "json", False), sys.stderr if STANDARD in outputs else sys.stdout)
+        return outcome.code
     except CommandError as error:
         return _refuse(console, f"gckernels{name}: {error}", error.code)
     except BrokenPipeError:  # the reader, such as head, has seen enough
@@ -66,21 +88,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return Exit.BUG
 
 
-def _paths(given: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """The values of those arguments that the verb has and that are given."""
-    values = (getattr(given, name, None) for name in names)
-    return [value for value in values if value is not None]
+def _deliver(outcome: Outcome, console: Console, as_json: bool, stream: TextIO) -> None:
+    """Write the files of an outcome, and print its results, from rank 0."""
+    if not console.speaks:
+        return
+    console.clear_bar()
+    for path, content in outcome.files.items():
+        if path is not None:
+            write(path, content)
+            if path != STANDARD:
+                console.note(f"{path} is written")
+    if as_json:
+        print(json.dumps(outcome.record, indent=1, allow_nan=False), file=stream)
+    elif outcome.text:
+        print(outcome.text, file=stream)
+    sys.stdout.flush()
+    for line in outcome.notes:
+        console.note(line)
 
 
 def _refuse(console: Console, line: str, code: int) -> int:
-    console.close()
     if console.speaks:
+        console.clear_bar()
         print(line, file=sys.stderr)
     return code
 
 
-def _parser(verb: str, implementation: Verb | None) -> Parser:
-    """The parser of the command line, with the arguments of one verb."""
+def module_of(verb: str) -> Verb:
+    """The module of a verb."""
+    return cast(Verb, import_module(f".{verb}", __package__))
+
+
+def parser_of(verb: str) -> Parser:
+    """The parser of the command line, with the arguments of one verb, if that exists."""
     verbs = "\n".join(f"  {name:<{max(map(len, VERBS))}}  {summary}" for name, summary in VERBS.items())
     parser = Parser(
         prog="gckernels",
@@ -93,6 +133,6 @@ def _parser(verb: str, implementation: Verb | None) -> Parser:
     added = parser.add_subparsers(dest="verb", metavar="VERB", required=True, prog="gckernels", help=argparse.SUPPRESS)
     for name, summary in VERBS.items():
         one = added.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.")
-        if name == verb and implementation is not None:
-            implementation.add_arguments(one)
+        if name == verb:
+            module_of(name).add_arguments(one)
     return parser

@@ -9,7 +9,7 @@ from typing import TypeVar
 from ..lab import UNTHROTTLED, Event, LinksError, Network, enter_own_namespaces, links
 from ..lab.schedule import place_from_text, seconds
 from .common.console import Console
-from .common.outcome import Exit, wrong_use
+from .common.outcome import Exit, Outcome, wrong_use
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
-def run(given: argparse.Namespace, console: Console) -> Exit:
-    """Run the program of parsed arguments on its network, and print which ranks failed.
+def run(given: argparse.Namespace, console: Console) -> Outcome:
+    """Run the program of parsed arguments on its network, and note which ranks failed.
 
     Raises:
         CommandError: the arguments are wrong, or links cannot be created.
@@ -68,15 +68,11 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
             raise wrong_use(why, _AS_ROOT)
         with links(network) as made:
             codes = made.run(*program, schedule=given.at, announce=console.note)
-    except ValueError as error:
+    except (ValueError, LinksError) as error:
         raise wrong_use(error) from None
-    except LinksError as error:
-        raise wrong_use(error) from None
-    for rank, code in enumerate(codes):
-        if code:
-            ended = f"signal {-code}" if code < 0 else f"exit status {code}"
-            console.note(f"rank {rank} of {network.ranks} ended with {ended}")
-    return Exit.DOES_NOT_PAY if any(codes) else Exit.OK
+    ends = {rank: f"signal {-code}" if code < 0 else f"exit status {code}" for rank, code in enumerate(codes) if code}
+    notes = [f"rank {rank} of {network.ranks} ended with {ended}" for rank, ended in ends.items()]
+    return Outcome(notes=notes, code=Exit.DOES_NOT_PAY if ends else Exit.OK)
 
 
 def _network(given: argparse.Namespace) -> Network:

@@ -1,73 +1,114 @@
-"""The verb ``plan``: the best plan for a model on a machine, and whether it pays."""
+"""The verb ``plan``: the best plan for a model on a machine, whether it pays, and where else compression pays."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import replace
 
-from ..planner.choice import choose
+from ..accuracy.accuracy import start_step
+from ..planner.choice import Choice, choose, policy_of
+from ..planner.drafts.problem import Problem, ProblemError
+from ..planner.machines.machine import MachineError
+from ..plans.plan import PlanError
 from .common.console import Console
-from .common.error_bars import Band
-from .common.files import write
+from .common.files import MAKE, add_outputs
 from .common.inputs import (
-    add_constraints,
-    add_policy,
-    add_trace_and_machine,
-    check_one_stdin,
-    check_policy,
-    planning,
-    posed,
-    start_step_of,
+    accuracy_of,
+    add_problem,
+    check_pictures,
+    machine_of,
+    methods_of,
+    problem_of,
+    trace_of,
+    why_unusable,
 )
-from .common.outcome import Exit, wrong_use
-from .studies.advice import advise
-from .studies.memory import PlanMemory
-from .texts.plan_text import compressors_lines, head, plan_line, policies_table, record
-from .verbs import add_json_argument, add_output_argument
+from .common.outcome import CommandError, Exit, Outcome, refusing, wrong_use
+from .studies.advice import Prediction
+from .studies.prediction import predict
+from .studies.sweeps import sweep_from
+from .texts.pictures import draw_sweeps
+from .texts.plan_text import record, text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``gckernels plan``."""
     parser.description = (
         "Choose for every gradient whether and how to compress it, and say what that gains. The step of every policy "
-        "is predicted on the same timeline. Exit code 1 says that compression does not pay; the plan of auto then "
-        "averages all gradients exactly."
+        "is predicted on the same timeline. With --sweep also say where compression pays: over the values of sweeps, "
+        "up to which bandwidth, and which ratio of compression would be enough; the closed forms of Agarwal et al. "
+        "(MLSys 2022) stand beside the timeline. Exit code 1 says that compression does not pay; the plan of auto "
+        "then averages all gradients exactly."
     )
-    parser.epilog = "example: gckernels plan bert espresso-nvlink -o plan.json"
-    add_trace_and_machine(parser)
-    add_policy(parser)
-    add_constraints(parser)
+    parser.epilog = "example: gckernels plan bert espresso-nvlink -o plan.json --sweep bandwidth=1gbit:100gbit"
+    add_problem(parser)
+    help_ = "the policy that chooses the plan, or all:SPEC for one compressor everywhere (default: auto)"
+    parser.add_argument("--policy", default="auto", metavar="NAME", help=help_)
     parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
         help="steps of the whole training; aggressive compressors begin after a tenth of them",
     )
-    add_output_argument(parser, "the plan")
-    add_json_argument(parser)
+    parser.add_argument(
+        "--sweep",
+        nargs="*",
+        metavar="NAME=VALUES",
+        help="bandwidth=100mbit:100gbit, machines=2,4,8, batch=0.5,1,2 (times that of the trace), encode=1,2,4 (times "
+        "the speed of codecs); LOW:HIGH is a range of values; without values the limits alone",
+    )
+    parser.add_argument("--png", metavar="FILE", help="draw the sweeps; needs matplotlib")
+    add_outputs(parser, "the plan")
 
 
-def run(given: argparse.Namespace, console: Console) -> Exit:
+def run(given: argparse.Namespace, console: Console) -> Outcome:
     """Choose the plan."""
-    check_one_stdin(given.trace, given.machine)
-    check_policy(given.policy)
+    try:
+        policy_of(given.policy)
+    except ProblemError as error:
+        raise wrong_use(f"--{error}", "leave it out for auto") from None
     if given.policy == "bound" and given.output is not None:
         raise wrong_use("--policy bound is a limit, with codecs that cost nothing, and no plan to use", "leave out -o")
-    start_step = start_step_of(given)
-    problem, caveats = posed(given)
-    with planning(given, problem.trace):
-        choice = choose(problem, given.policy)
-    band, plan = Band.of(problem.machine, problem.trace), replace(choice.plan, start_step=start_step)
-    memory = PlanMemory.of(problem, plan)
-    advice = advise(choice, band, memory)
-    if given.output is not None:
-        write(given.output, json.dumps(plan.to_json(), indent=1) + "\n")
-        console.note(f"{given.output} is written")
-    lines = [head(problem), *compressors_lines(problem, caveats), "", policies_table(choice, band), *band.notes(), ""]
-    lines += [plan_line(choice.policy, plan, problem.topology.world_size), memory.line(), advice.text]
-    console.show("\n".join(lines))
-    for line in caveats.lines():
-        console.note(line)
-    console.record(record(problem, choice, band, advice) | memory.record() | caveats.record())
-    return Exit.OK if advice.pays else Exit.DOES_NOT_PAY
+    sweeps = list(map(sweep_from, given.sweep or ()))
+    if given.png is not None and not sweeps:
+        raise wrong_use("--png draws sweeps, and there are none", "add --sweep bandwidth=100mbit:100gbit")
+    check_pictures(given.png)
+    try:
+        first_step = start_step(accuracy_of(given), given.steps)
+    except ValueError as error:
+        raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
+    problem, caveats = problem_of(given, trace_of(given.trace), machine_of(given.machine))
+    caveats.check(given.machine)
+    with (
+        refusing(given.trace, MAKE["trace"], PlanError),
+        refusing(given.machine, MAKE["machine"], MachineError),
+    ):
+        here = Prediction.of(problem, _chosen(problem, given.policy))
+        elsewhere = None if given.sweep is None else predict(problem, here, sweeps, console.progress)
+    plan = replace(here.choice.plan, start_step=first_step)
+    files: dict[str | None, str | bytes] = {given.output: json.dumps(plan.to_json(), indent=1) + "\n"}
+    if given.png is not None and elsewhere is not None:
+        files[given.png] = draw_sweeps(elsewhere.sweeps)
+    results = record(problem, here, elsewhere) | caveats.record()
+    code = Exit.OK if here.pays else Exit.DOES_NOT_PAY
+    return Outcome(text(problem, caveats, here, elsewhere), results, files, caveats.lines(), code)
+
+
+def _chosen(problem: Problem, policy: str) -> Choice:
+    """The plan of a policy beside those of others, or a refusal that says why it has none."""
+    try:
+        return choose(problem, policy)
+    except ProblemError as error:
+        raise _no_plan(problem, policy, error) from None
+
+
+def _no_plan(problem: Problem, policy: str, error: ProblemError) -> CommandError:
+    spec = policy.removeprefix("all:")
+    if spec == policy:
+        return wrong_use(f"--policy {error}", "choose another one, or leave it out for auto")
+    (method,) = methods_of([spec])
+    if (why := why_unusable(method, problem.trace)) is not None:
+        model = problem.trace.model
+        return wrong_use(f"--policy {policy}: no gradient of {model} may use it: {why}", "choose another one")
+    return wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is")

@@ -19,12 +19,11 @@ from ..planner.machines.profile import Profile
 from ..plans.numbers import duration, percent, three_digits
 from ..profiling import request
 from ..programs.steps import AllGather, AllReduce, Level, Place
-from .common.console import Console, is_first_rank
-from .common.files import write
+from .common.console import Console
+from .common.files import add_outputs
 from .common.inputs import methods_of
-from .common.outcome import Exit, bad_data, wrong_use
+from .common.outcome import Exit, Outcome, wrong_use
 from .common.tables import table
-from .verbs import add_json_argument, add_output_argument
 
 _AGAIN = "measure again, with nothing else running"
 _START = "torchrun --nproc-per-node 2 -m gckernels profile -o machine.json"
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The exit code is 3 if some measurements disagree by more than 20 %, which plans do not use, and if prices are "
         "missing that every plan needs."
     )
-    add_output_argument(parser, "the profile")
+    add_outputs(parser, "the profile")
     parser.add_argument("--seconds", type=float, default=60.0, help="time that it may take (default: 60)")
     parser.add_argument(
         "--compressors", nargs="+", metavar="SPEC", help="compressors such as EFSignSGD or 'BlockQuant(bits=4)'"
@@ -48,11 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machines", type=int, help="number of machines, if ranks share some (default: every rank is a machine)"
     )
-    add_json_argument(parser)
 
 
-def run(given: argparse.Namespace, console: Console) -> Exit:
-    """Measure a profile, print it, and write it.
+def run(given: argparse.Namespace, console: Console) -> Outcome:
+    """Measure a profile.
 
     Raises:
         CommandError: the arguments are wrong, or this is no rank of torchrun.
@@ -82,18 +80,16 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
-    if given.output is not None and is_first_rank():
-        write(given.output, json.dumps(profile_to_json(profile), indent=1) + "\n")
-    console.record(profile_to_json(profile))
-    console.show(summary(profile))
-    for each in profile.doubtful:
-        console.note(f"doubtful: {each}")
+    record = profile_to_json(profile)
+    notes, code = [f"doubtful: {each}" for each in profile.doubtful], Exit.BAD_DATA
     if profile.refused:
-        raise bad_data(f"plans do not use {', '.join(profile.refused)}", _AGAIN)
-    if not _has_what_every_plan_needs(profile):
+        notes.append(f"plans do not use {', '.join(profile.refused)}; {_AGAIN}")
+    elif not _has_what_every_plan_needs(profile):
         lacks = "plans cannot be made of it: it lacks prices that every plan needs, of averages, gathering or copies"
-        raise bad_data(lacks, f"{_AGAIN} or with more --seconds")
-    return Exit.OK
+        notes.append(f"{lacks}; {_AGAIN} or with more --seconds")
+    else:
+        code = Exit.OK
+    return Outcome(summary(profile), record, {given.output: json.dumps(record, indent=1) + "\n"}, notes, code)
 
 
 def _has_what_every_plan_needs(profile: Profile) -> bool:

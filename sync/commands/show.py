@@ -10,8 +10,8 @@ from gckernels.toolkit.quantizer.generated import triton_source
 from gckernels.toolkit.quantizer.host import c_source
 
 from .common.console import Console
-from .common.outcome import Exit, wrong_use
-from .verbs import add_json_argument
+from .common.files import add_outputs
+from .common.outcome import Outcome, wrong_use
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,18 +20,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     language = parser.add_mutually_exclusive_group(required=True)
     language.add_argument("--triton", action="store_true", help="the functions that its kernels call")
     language.add_argument("--c", action="store_true", help="the functions of its host path")
-    add_json_argument(parser)
+    add_outputs(parser)
 
 
-def run(given: argparse.Namespace, console: Console) -> Exit:
-    """Print the functions."""
+def run(given: argparse.Namespace, console: Console) -> Outcome:
+    """Generate the functions."""
     try:
         text = generated_source(gckernels.from_spec(given.spec), triton=given.triton)
     except (TypeError, ValueError) as error:
         raise wrong_use(error, "gckernels compressors lists all compressors") from None
-    console.show(text.removesuffix("\n"))
-    console.record({"compressor": given.spec, "language": "triton" if given.triton else "c", "source": text})
-    return Exit.OK
+    record = {"compressor": given.spec, "language": "triton" if given.triton else "c", "source": text}
+    return Outcome(text.removesuffix("\n"), record)
 
 
 def generated_source(method: gckernels.Compressor, *, triton: bool) -> str:

@@ -18,12 +18,11 @@ from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import Role
 from ..tracing import trace_model
 from ..tracing.script import ScriptError, trace_of_script
-from .common import files
 from .common.console import Console
+from .common.files import STANDARD, add_outputs, reading
 from .common.inputs import methods_of
-from .common.outcome import Exit, bad_data, wrong_use
+from .common.outcome import Outcome, bad_data, wrong_use
 from .common.tables import table
-from .verbs import add_json_argument, add_output_argument
 
 
 class _AfterScript(argparse.Action):
@@ -51,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "otherwise on one. The script ends when everything is measured."
     )
     parser.epilog = "-o and --json may also follow the script; -- ends them."
-    add_output_argument(parser, "the trace")
-    add_json_argument(parser)
+    add_outputs(parser, "the trace")
     parser.add_argument("--steps", type=int, default=10, help="steps that are measured (default: 10)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
     parser.add_argument(
@@ -68,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, action=_AfterScript, help="arguments of the script")
 
 
-def run(given: argparse.Namespace, console: Console) -> Exit:
-    """Run the script, write the trace and print what was measured.
+def run(given: argparse.Namespace, console: Console) -> Outcome:
+    """Run the script and measure it.
 
     Raises:
         CommandError: an argument is wrong, or the script has ended too early.
@@ -82,7 +80,7 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
     _check_script(given.script, given.module)
     begin = partial(trace_model, steps=given.steps, warmup=given.warmup, compressors=compressors, name=given.name)
     # results alone go to stdout where a program reads it
-    quiet = contextlib.redirect_stdout(sys.stderr) if given.json or given.output == files.STANDARD else None
+    quiet = contextlib.redirect_stdout(sys.stderr) if given.json or given.output == STANDARD else None
     try:
         with quiet or contextlib.nullcontext():
             trace = trace_of_script(given.script, given.arguments, begin, is_module=given.module, goes_on=given.go_on)
@@ -91,19 +89,16 @@ def run(given: argparse.Namespace, console: Console) -> Exit:
         if "DistributedDataParallel" in str(error):
             remedy = "wrap its model, or call gckernels.sync.trace_model(model) in it"
         raise bad_data(error, remedy) from None
-    if given.output is not None:
-        files.write(given.output, trace.to_text())
-    console.show(summary(trace))
-    console.record(as_record(trace))
-    if given.output not in (None, files.STANDARD):
-        console.note(f"{given.output} has the trace; gckernels plan {given.output} MACHINE -o plan.json makes a plan")
-    return Exit.OK
+    notes = []
+    if given.output not in (None, STANDARD):
+        notes.append(f"gckernels plan {given.output} MACHINE -o plan.json makes a plan")
+    return Outcome(summary(trace), as_record(trace), {given.output: trace.to_text()}, notes)
 
 
 def _check_script(script: str, is_module: bool) -> None:
     """Refuse a script that is not there, before anything is imported."""
     if not is_module:
-        with files.reading(script, "name a training script"), open(script, "rb"):
+        with reading(script, "script"), open(script, "rb"):
             pass
         return
     top = script.partition(".")[0]

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -229,8 +230,9 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number in JSON")
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file so that it never exists in part: it has the old content until it has all of the new one.
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file so that it never exists in part: it has the old content until it has all of the new one. An existing
+    file keeps its permissions.
 
     Raises:
         OSError: the folder is missing or full, or cannot be written to. An existing file is as it was.
@@ -238,10 +240,12 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with open(beside, "x", encoding="utf-8") as file:
-            file.write(text)
+        with open(beside, "xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            beside.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(beside, target)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from docs import console
-from gckernels.sync.commands import dispatch, verbs
+from gckernels.sync.commands import dispatch
 from pages import PAGES, ROOT
 
 REFERENCE = ROOT / "docs" / "reference"
@@ -29,27 +29,23 @@ def words_of(line):
     return words[words.index("gckernels") + 1 :] if "gckernels" in words else []
 
 
-def parser_of(verb):
-    return dispatch._parser(verb, verbs.module_of(verb))
-
-
 @pytest.mark.parametrize("line", sorted({line for line in COMMANDS if words_of(line)[:1] != ["--version"]}))
 def test_command_lines_are_valid(line):
     words = words_of(line)
-    given = parser_of(words[0]).parse_args(words)
+    given = dispatch.parser_of(words[0]).parse_args(words)
     assert given.verb == words[0]
     if words[0] == "lab" and given.script == "gckernels":  # a verb on the links
         inner = given.arguments
-        assert parser_of(inner[0]).parse_args(inner).verb == inner[0]
+        assert dispatch.parser_of(inner[0]).parse_args(inner).verb == inner[0]
 
 
-@pytest.mark.parametrize("verb", verbs.VERBS)
+@pytest.mark.parametrize("verb", dispatch.VERBS)
 def test_every_verb_has_a_page_with_its_options(verb):
     page = (REFERENCE / "commands" / f"{verb}.md").read_text(encoding="utf-8")
     overview = (REFERENCE / "commands.md").read_text(encoding="utf-8")
     assert page.startswith(f"# `gckernels {verb}`\n")
     assert f"](commands/{verb}.md)" in overview and f"\ncommands/{verb}\n" in overview
-    subparsers = next(action for action in parser_of(verb)._actions if action.dest == "verb")
+    subparsers = next(action for action in dispatch.parser_of(verb)._actions if action.dest == "verb")
     options = {option for action in subparsers.choices[verb]._actions for option in action.option_strings}
     general = {"-h", "--help", "-o", "--output"}
     assert {option for option in options - general if f"`{option}" not in page and f" {option}" not in page} == set()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ...planner.drafts.problem import Problem
 from ...planner.machines.description import Description
 from ...planner.machines.machine import Machine
 from ...planner.machines.profile import Profile
@@ -22,29 +23,28 @@ class Caveats:
     """Everything that results should be read with.
 
     Attributes:
-        trace: the trace.
-        machine: the machine.
+        problem: the problem, which has no compressors that are left out.
         allowed: the specs of all compressors that are allowed.
-        unpriced: the ones among them that are left out, because the machine has no good price of them.
+        unpriced: the specs of the compressors that are left out, because the machine has no good price of them.
         unusable: for compressors that were named, but that no gradient may use, the reason, by the spec.
     """
 
-    trace: ModelTrace
-    machine: Machine
-    allowed: tuple[str, ...] = ()
-    unpriced: tuple[str, ...] = ()
-    unusable: Mapping[str, str] = field(default_factory=dict)
+    problem: Problem
+    allowed: tuple[str, ...]
+    unpriced: tuple[str, ...]
+    unusable: Mapping[str, str]
 
     @property
     def assumptions(self) -> list[str]:
         """The prices that were asked for so far, and were not measured as such."""
-        return list(self.machine.assumptions) if isinstance(self.machine, Profile) else []
+        machine = self.problem.machine
+        return list(machine.assumptions) if isinstance(machine, Profile) else []
 
     def lines(self) -> list[str]:
         """Sentences for people."""
-        name, assumed = self.machine.name, self.assumptions
+        name, assumed = self.problem.machine.name, self.assumptions
         more = [f"and {len(assumed) - NOTED} more"] if len(assumed) > NOTED else []
-        slips = [*slips_of_trace(self.trace), *slips_of_machine(self.machine)]
+        slips = [*slips_of_trace(self.problem.trace), *slips_of_machine(self.problem.machine)]
         left_out = [f"{name}: {self._lacking}, so plans do without; {self._remedy}"] if self.unpriced else []
         return slips + left_out + [f"{name}: not measured as such: {reason}" for reason in assumed[:NOTED] + more]
 

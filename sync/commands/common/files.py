@@ -1,58 +1,74 @@
-"""Files of the command: all that is written appears at once and whole, and only if nothing is refused."""
+"""Files of the command: all that is written appears at once and whole, and errors of reading name the file."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .console import is_first_rank
-from .outcome import CommandError, bad_data, wrong_use
+from ...planner.machines.files import machine_names
+from ...plans.json_files import write_whole
+from ...traces.shipped_traces import trace_names
+from .outcome import bad_data, wrong_use
 
 STANDARD = "-"
+MAKE = {
+    "trace": "gckernels trace SCRIPT -o FILE records a trace",
+    "machine": "gckernels profile -o FILE measures a machine",
+    "plan": "gckernels plan TRACE MACHINE -o FILE makes a plan",
+    "script": "name a training script",
+}
+"""How to get a good file, by its kind."""
+
+_OUTPUTS, _INPUTS = ("output", "png", "perfetto"), ("trace", "machine", "plan", "against", "script")
+_FORMATS = {"trace": "trace", "machine": "machine", "profile": "machine", "plan": "plan"}
+_HEAD = re.compile(rb'"format"\s*:\s*"gckernels[ .](\w+)"')
+_HEAD_NBYTES = 4096
+_ORDER = "write gckernels plan TRACE MACHINE, or gckernels explain TRACE MACHINE PLAN"
 
 
-def source(path: str) -> str:
-    """The path that a reader opens: ``-`` stands for stdin."""
-    return "/dev/stdin" if path == STANDARD else path
-
-
-def check_writable(path: str | None) -> None:
-    """Refuse a path that cannot be written, before anything is computed. Nothing is changed.
-
-    Raises:
-        CommandError: the path is a folder, or its folder does not exist or cannot be written.
-    """
-    if path is None or path == STANDARD:
-        return
-    if os.path.isdir(path):
-        raise wrong_use(f"{path}: is a folder", "name a file")
-    folder = Path(path).parent
-    if not folder.is_dir():
-        raise wrong_use(f"{path}: there is no folder {folder}", f"mkdir -p {folder}")
-    if not os.access(folder, os.W_OK):
-        raise wrong_use(f"{path}: the folder {folder} cannot be written", "name a file elsewhere")
-
-
-def check_outputs(outputs: Sequence[str], inputs: Sequence[str]) -> None:
-    """Refuse paths that cannot be written, or that name one file twice, before anything is computed.
+def add_outputs(parser: argparse.ArgumentParser, content: str | None = None) -> None:
+    """Add ``--json``, and ``-o FILE`` for a verb that makes a file.
 
     Args:
-        outputs: the files to write.
-        inputs: the files to read, by path or by name.
+        parser: the verb's parser.
+        content: what the file has, such as ``"the plan"``; ``None`` if the verb makes none.
+    """
+    if content is not None:
+        help_ = f"write {content} to this file; - is stdout, and tables go to stderr then"
+        parser.add_argument("-o", "--output", metavar="FILE", help=help_)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
+
+
+def check_paths(given: argparse.Namespace) -> list[str]:
+    """The files to write, by parsed arguments, after all files of these have been checked, before anything is computed.
 
     Raises:
-        CommandError: one of :func:`check_writable`, or an output is another output or an input.
+        CommandError: a file cannot be written, an output is another output or an input, or two inputs are stdin.
     """
+    values = ([getattr(given, name, None) for name in names] for names in (_OUTPUTS, _INPUTS))
+    outputs, inputs = ([value for value in each if value is not None] for each in values)
+    if inputs.count(STANDARD) > 1:
+        raise wrong_use(f"only one input can be {STANDARD}, which is stdin", "name files")
     for at, path in enumerate(outputs):
-        check_writable(path)
         if any(_is_same(path, other) for other in outputs[:at]):
             raise wrong_use(f"{path}: two results cannot be written to one file", "name another file")
-        if path != STANDARD and any(_is_same(path, other) for other in inputs):
+        if path == STANDARD:
+            continue
+        if any(_is_same(path, other) for other in inputs):
             raise wrong_use(f"{path}: would replace a file that is read", "name another file")
+        folder = Path(path).parent
+        if os.path.isdir(path):
+            raise wrong_use(f"{path}: is a folder", "name a file")
+        if not folder.is_dir():
+            raise wrong_use(f"{path}: there is no folder {folder}", f"mkdir -p {folder}")
+        if not os.access(folder, os.W_OK):
+            raise wrong_use(f"{path}: the folder {folder} cannot be written", "name a file elsewhere")
+    return outputs
 
 
 def _is_same(path: str, other: str) -> bool:
@@ -65,8 +81,6 @@ def _is_same(path: str, other: str) -> bool:
 def write(path: str, content: str | bytes) -> None:
     """Write a file as a whole: whoever reads the path sees the old content or the new one.
 
-    Ranks other than 0 write nothing.
-
     Args:
         path: the file; ``-`` is stdout.
         content: its content.
@@ -74,55 +88,63 @@ def write(path: str, content: str | bytes) -> None:
     Raises:
         CommandError: it cannot be written.
     """
-    if not is_first_rank():
-        return
     data = content.encode() if isinstance(content, str) else content
     if path == STANDARD:
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
         return
-    check_writable(path)
-    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, such as /dev/null
-        Path(path).write_bytes(data)
-        return
-    target = Path(path).resolve()  # a link stays a link
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-            temporary = file.name
-            file.write(data)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~mask)
-        os.replace(temporary, target)
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, such as /dev/null
+            Path(path).write_bytes(data)
+        else:
+            write_whole(Path(path).resolve(), data)  # a link stays a link
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise wrong_use(f"{path}: cannot be written: {error.strerror}", "name a file elsewhere") from None
 
 
+def source(path: str) -> str:
+    """The path that a reader opens: ``-`` stands for stdin."""
+    return "/dev/stdin" if path == STANDARD else path
+
+
 @contextmanager
-def reading(path: str, remedy: str) -> Iterator[None]:
-    """A context in which a file is read: its errors name the file and the command that makes a good one.
+def reading(path: str, kind: str) -> Iterator[None]:
+    """A context in which a file is read: its errors name the file and the command that makes a good one. If the file is
+    of another kind, they say of which.
 
     Args:
         path: the file as the user has named it.
-        remedy: the command.
+        kind: its kind, a key of :data:`MAKE`.
 
     Raises:
         CommandError: the file cannot be opened (a wrong use), or its content is not valid (bad data).
     """
-    named = "stdin" if path == STANDARD else path
+    named, refuse = "stdin" if path == STANDARD else path, bad_data
     try:
         yield
-    except CommandError:
-        raise
+        return
     except OSError as error:
+        refuse = wrong_use
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        raise wrong_use(f"{named}: {reason}", remedy) from None
+        message = f"{named}: {reason}"
     except ValueError as error:  # damaged JSON and text are ValueErrors, too
-        message = str(error) if named in str(error) else f"{named}: {error}"
         refuse = wrong_use if isinstance(error.__cause__, OSError) else bad_data
-        raise refuse(message, remedy) from None
+        message = str(error) if named in str(error) else f"{named}: {error}"
     except RecursionError:
-        raise bad_data(f"{named}: nested too deeply", remedy) from None
+        message = f"{named}: nested too deeply"
+    found = kind_of(path)
+    if found not in (None, kind):
+        raise refuse(f"{path}: is a {found}, and a {kind} is expected here", _ORDER)
+    raise refuse(message, MAKE[kind])
+
+
+def kind_of(path: str) -> str | None:
+    """The kind of a file, or of what is shipped with a name, by its head; ``None`` if that is unknown."""
+    for kind, names in (("trace", trace_names()), ("machine", machine_names())):
+        if path in names:
+            return kind
+    if path != STANDARD:
+        with suppress(OSError, ValueError), open(path, "rb") as file:
+            if found := _HEAD.search(file.read(_HEAD_NBYTES)):
+                return _FORMATS.get(found[1].decode())
+    return None

@@ -1,9 +1,13 @@
-"""Exit codes of the command, and the error that ends it."""
+"""Everything that a verb ends with: results and an exit code, or an error of one line."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 SHOWN_LINES = 5
 _COMMAND = re.compile("gckernels (trace|profile|plan)")
@@ -17,6 +21,25 @@ class Exit(IntEnum):
     WRONG_USE = 2  # an argument is wrong, or a file cannot be opened
     BAD_DATA = 3  # a file is damaged or does not fit, or a measurement is not good enough
     BUG = 4  # an error that nobody has foreseen
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a verb, which the command writes and prints.
+
+    Attributes:
+        text: the results for people.
+        record: the same as JSON values, for ``--json``.
+        files: the contents of the files to write, by path; paths that are ``None`` were not asked for.
+        notes: lines about the run, for stderr.
+        code: the exit code.
+    """
+
+    text: str = ""
+    record: Any = None
+    files: Mapping[str | None, str | bytes] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    code: Exit = Exit.OK
 
 
 class CommandError(Exception):
@@ -56,3 +79,21 @@ def wrong_use(message: object, remedy: str = "") -> CommandError:
 def bad_data(message: object, remedy: str = "") -> CommandError:
     """An error for data that is not good enough: a damaged file, one of something else, a fit with a large error."""
     return CommandError(Exit.BAD_DATA, message, remedy)
+
+
+@contextmanager
+def refusing(path: str, remedy: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
+    """A context in which errors of a kind refuse the content of a file.
+
+    Args:
+        path: the file as the user has named it.
+        remedy: the command that makes a good one.
+        kind: the errors.
+
+    Raises:
+        CommandError: one of them was raised.
+    """
+    try:
+        yield
+    except kind as error:
+        raise bad_data(f"{path}: {error}", remedy) from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gckernels.ops import Identity
 
 from ...planner.choice import Choice
+from ...planner.drafts.problem import Problem
 from ...plans.numbers import duration, percent, whole_percent
-from ...plans.plan import Plan
 from ..common.error_bars import Band
 from .memory import PlanMemory
 
@@ -18,58 +19,92 @@ NOTHING_EXPOSED = 0.02
 
 
 @dataclass(frozen=True)
-class Advice:
-    """Whether compressing pays.
+class Prediction:
+    """The plan of a policy, and whether it pays.
 
     Attributes:
-        pays: whether a plan that compresses is faster than none by more than the error of the prediction, and fits into
-            the memory of a rank.
-        text: the advice as a sentence.
-    """
-
-    pays: bool
-    text: str
-
-
-def compresses(plan: Plan) -> bool:
-    """Whether a plan compresses anything. One that does not may send gradients in another way than DDP does."""
-    return any(not isinstance(unit.compressor, Identity) for unit in plan.units)
-
-
-def advise(choice: Choice, band: Band, memory: PlanMemory) -> Advice:
-    """The advice for a chosen plan.
-
-    Args:
         choice: the plan, and that without compression.
         band: how exact the prediction is.
         memory: the memory for the plan.
     """
-    chosen, none = choice.row, choice.none
-    step, instead = f"{duration(chosen.step_s)} ({band.text(chosen.step_s)})", f"instead of {duration(none.step_s)}"
-    if choice.is_limit:
-        text = f"With codecs that cost nothing {band.subject} would take {step} {instead}. It is a limit, and no plan."
-        return Advice(choice.pays, text)
-    if not memory.model_fits or (choice.pays and not memory.fits):
-        return Advice(False, f"{DO_NOT.capitalize()}: it does not fit. {memory.why_not}")
-    if not choice.pays:
-        return Advice(False, f"{DO_NOT.capitalize()}: {_why_not(choice, band)}.")
-    gain = f"{band.takes} {step} {instead}, {none.step_s / chosen.step_s:.2f} times as fast."
-    if compresses(chosen.plan):
-        return Advice(True, f"Compress with the plan of {choice.policy}: {gain}")
-    exact = f"The plan of {choice.policy} compresses nothing either, and averages exactly in another way"
-    return Advice(False, f"{DO_NOT.capitalize()}. {exact}: {gain}")
 
+    choice: Choice
+    band: Band
+    memory: PlanMemory
 
-def _why_not(choice: Choice, band: Band) -> str:
-    """Why no plan is advised."""
-    none = choice.none
-    best = min(choice.rows, key=lambda row: row.step_s)
-    gain = 1.0 - best.step_s / none.step_s if none.step_s else 0.0
-    if none.exposed_s < NOTHING_EXPOSED * none.step_s:
-        return f"backward hides all communication but {duration(none.exposed_s)} of {duration(none.step_s)}"
-    if gain <= 0:
-        return "no allowed plan is faster than averaging without compression"
-    return (
-        f"the best plan, that of {best.policy}, would gain {percent(gain)} of {band.subject}, less than the error of "
-        f"the prediction, {whole_percent(band.margin)}"
-    )
+    @staticmethod
+    def of(problem: Problem, choice: Choice) -> Prediction:
+        """The prediction for a chosen plan of a problem."""
+        return Prediction(choice, Band.of(problem.machine, problem.trace), PlanMemory.of(problem, choice.plan))
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the plan compresses anything. One that does not may send gradients in another way than DDP does."""
+        return any(not isinstance(unit.compressor, Identity) for unit in self.choice.plan.units)
+
+    @property
+    def pays(self) -> bool:
+        """Whether a plan that compresses is faster than none by more than the error of the prediction, and fits into
+        the memory of a rank."""
+        return self.choice.pays and self.compresses and self.memory.fits
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast a step is as without compression."""
+        return self.choice.none.step_s / self.choice.row.step_s if self.choice.row.step_s else 1.0
+
+    @property
+    def short_advice(self) -> str:
+        """The advice in a few words."""
+        if self.pays:
+            return "free codecs would pay" if self.choice.is_limit else "compress"
+        if not self.memory.fits:
+            return f"{DO_NOT}; it does not fit"
+        return f"{DO_NOT}; an exact plan pays" if self.choice.pays else DO_NOT
+
+    @property
+    def advice(self) -> str:
+        """The advice as sentences."""
+        choice, band, memory = self.choice, self.band, self.memory
+        step_s, none_s = choice.row.step_s, choice.none.step_s
+        step, instead = f"{duration(step_s)} ({band.text(step_s)})", f"instead of {duration(none_s)}"
+        if choice.is_limit:
+            return (
+                f"With codecs that cost nothing {band.subject} would take {step} {instead}. It is a limit, and no plan."
+            )
+        if not memory.model_fits or (choice.pays and not memory.fits):
+            return f"{DO_NOT.capitalize()}: it does not fit. {memory.why_not}"
+        if not choice.pays:
+            return f"{DO_NOT.capitalize()}: {self._why_not}."
+        gain = f"{band.takes} {step} {instead}, {self.gain:.2f} times as fast."
+        if self.compresses:
+            return f"Compress with the plan of {choice.policy}: {gain}"
+        exact = f"The plan of {choice.policy} compresses nothing either, and averages exactly in another way"
+        return f"{DO_NOT.capitalize()}. {exact}: {gain}"
+
+    @property
+    def _why_not(self) -> str:
+        """Why no plan is advised."""
+        none, band = self.choice.none, self.band
+        best = min(self.choice.rows, key=lambda row: row.step_s)
+        gain = 1.0 - best.step_s / none.step_s if none.step_s else 0.0
+        if none.exposed_s < NOTHING_EXPOSED * none.step_s:
+            return f"backward hides all communication but {duration(none.exposed_s)} of {duration(none.step_s)}"
+        if gain <= 0:
+            return "no allowed plan is faster than averaging without compression"
+        return (
+            f"the best plan, that of {best.policy}, would gain {percent(gain)} of {band.subject}, less than the error "
+            f"of the prediction, {whole_percent(band.margin)}"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The prediction as JSON; times are in seconds."""
+        return {
+            "none_s": self.choice.none.step_s,
+            "step_s": self.choice.row.step_s,
+            "policy": self.choice.policy,
+            "pays": self.pays,
+            "compresses": self.compresses,
+            **self.band.record(),
+            **self.memory.record(),
+        }

@@ -6,6 +6,7 @@ unless it shares a resource with the chain.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,42 +22,32 @@ class ChainPiece:
 
     Attributes:
         what: what ran, such as ``"backward"`` or ``"AllGather"``.
-        does: its kind: ``"compute"``, ``"copy"``, ``"communicate"``, ``"backward"``, ``"forward"``, ``"optimizer"``.
+        launch: the number of its launch, or ``None``.
         start_s: when the chain comes to it.
         end_s: when it ends.
-        launch: the number of its launch, or ``None``.
     """
 
     what: str
-    does: str
+    launch: int | None
     start_s: float
     end_s: float
-    launch: int | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long it takes."""
-        return self.end_s - self.start_s
 
 
 def chain_of(timeline: Timeline) -> tuple[ChainPiece, ...]:
     """The chain of a step, from forward to the optimizer."""
-    synced_s = timeline.step_s - timeline.optimizer_s
-    pieces = [ChainPiece("optimizer", "optimizer", synced_s, timeline.step_s)] if timeline.optimizer_s else []
-    forward_s, backward_end_s = timeline.forward_s, timeline.forward_s + timeline.backward_s
-    last = max(timeline.stages, key=lambda stage: stage.end_s, default=None)
-    until_s = backward_end_s
-    if last is not None and last.end_s > backward_end_s + _SAME_S:
-        at: TimedStage | None = last
-        while at is not None:
-            pieces.append(ChainPiece(_name(at), at.spec.resource.does, at.start_s, at.end_s, at.launch))
-            until_s, launch = at.start_s, at.launch
-            at = _cause(at, timeline.stages)
-        pieces.append(ChainPiece("backward", "backward", forward_s, until_s, launch))
-    else:
-        pieces.append(ChainPiece("backward", "backward", forward_s, backward_end_s))
-    if forward_s:
-        pieces.append(ChainPiece("forward", "forward", 0.0, forward_s))
+    synced_s, until_s, launch = timeline.step_s - timeline.optimizer_s, timeline.forward_s + timeline.backward_s, None
+    pieces = [ChainPiece("optimizer", None, synced_s, timeline.step_s)] if timeline.optimizer_s else []
+    at = max(timeline.stages, key=lambda stage: stage.end_s, default=None)
+    if at is not None and at.end_s <= until_s + _SAME_S:
+        at = None
+    while at is not None:
+        what = "AllReduce" if at.spec.resource == Resource.AVERAGE else at.spec.name
+        pieces.append(ChainPiece(what, at.launch, at.start_s, at.end_s))
+        until_s, launch = at.start_s, at.launch
+        at = _cause(at, timeline.stages)
+    pieces.append(ChainPiece("backward", launch, timeline.forward_s, until_s))
+    if timeline.forward_s:
+        pieces.append(ChainPiece("forward", None, 0.0, timeline.forward_s))
     return tuple(reversed(pieces))
 
 
@@ -78,22 +69,10 @@ def _shares_order(one: TimedStage, other: TimedStage) -> bool:
     return one.spec.resource.does == other.spec.resource.does == "communicate"
 
 
-def _name(stage: TimedStage) -> str:
-    return "AllReduce" if stage.spec.resource == Resource.AVERAGE else stage.spec.name
-
-
 def summary(pieces: Sequence[ChainPiece]) -> list[tuple[str, float]]:
     """The pieces in short: neighbours of the same name are one, as pairs of a text and seconds."""
-    joined: list[tuple[str, int, float]] = []
-    for piece in pieces:
-        if joined and joined[-1][0] == piece.what:
-            name, count, seconds = joined[-1]
-            joined[-1] = (name, count + 1, seconds + piece.seconds)
-        else:
-            joined.append((piece.what, 1, piece.seconds))
-    return [(name if count == 1 else f"{count} x {name}", seconds) for name, count, seconds in joined]
-
-
-def share(pieces: Sequence[ChainPiece], does: str) -> float:
-    """Seconds of the chain in pieces of a kind."""
-    return sum(piece.seconds for piece in pieces if piece.does == does)
+    joined = []
+    for name, group in itertools.groupby(pieces, lambda piece: piece.what):
+        seconds = [piece.end_s - piece.start_s for piece in group]
+        joined.append((name if len(seconds) == 1 else f"{len(seconds)} x {name}", sum(seconds)))
+    return joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from .sweeps import with_faster_links
 LOW_BIT_PER_S, HIGH_BIT_PER_S = 1e6, 1e13
 MAX_RATIO = 1e5
 EXACT = 1.02
-"""The ratio of the two ends between which a limit is known in the end."""
+"""The ratio of two neighbours among the values that are tried."""
 _SEARCHES = 6
 NEAR = 1.05
 """A step that takes this many times the least possible is as good as that."""
@@ -33,16 +34,16 @@ class BandwidthLimit:
     """The bandwidth up to which compression pays.
 
     Attributes:
-        bit_per_s: the bandwidth; ``None`` if there is no such bandwidth.
-        pays: without one, whether compression pays at all bandwidths that were tried, or at none.
+        bandwidth_bit_per_s: the bandwidth; ``None`` if there is no such bandwidth.
+        always_pays: without one, whether compression pays at all bandwidths that were tried, or at none.
     """
 
-    bit_per_s: float | None
-    pays: bool = False
+    bandwidth_bit_per_s: float | None
+    always_pays: bool = False
 
 
 def bandwidth_limit(pays_with_known: Callable[[float], bool], found_at: Callable[[float], bool]) -> BandwidthLimit:
-    """The bandwidth up to which compression pays, by bisection: each step halves the range on a logarithmic scale.
+    """The bandwidth up to which compression pays, by bisection.
 
     It bisects with the plans that are known, which takes an instant. Then it searches for a plan right above that
     limit. If the search finds one that pays, the plan is known from then on, and bisection goes on above.
@@ -52,30 +53,23 @@ def bandwidth_limit(pays_with_known: Callable[[float], bool], found_at: Callable
             above.
         found_at: searches for a plan at a bandwidth, and says whether it pays; it is then known.
     """
-    low, high = LOW_BIT_PER_S, HIGH_BIT_PER_S
-    if not (pays_with_known(low) or found_at(low)):
+    values = _values(LOW_BIT_PER_S, HIGH_BIT_PER_S)
+    if not (pays_with_known(values[0]) or found_at(values[0])):
         return BandwidthLimit(None, False)
+    above = 1
     for _ in range(_SEARCHES):
-        low = _bisected(pays_with_known, low, high)
-        if low >= high / EXACT:
+        above = bisect.bisect_left(values, True, lo=above, key=lambda value: not pays_with_known(value))
+        if above == len(values):
             return BandwidthLimit(None, True)
-        if not found_at(low * EXACT):
+        if not found_at(values[above]):
             break
-        low *= EXACT
-    return BandwidthLimit(low)
+        above += 1
+    return BandwidthLimit(values[above - 1])
 
 
-def _bisected(pays_at: Callable[[float], bool], low: float, high: float) -> float:
-    """The largest value at which something pays, if it pays at ``low``."""
-    if pays_at(high):
-        return high
-    while high / low > EXACT:
-        middle = math.sqrt(low * high)
-        if pays_at(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+def _values(low: float, high: float) -> list[float]:
+    """Values from ``low`` up to ``high``, each :data:`EXACT` times the one before."""
+    return [low * EXACT**number for number in range(1 + math.floor(math.log(high / low, EXACT)))]
 
 
 @dataclass(frozen=True)
@@ -114,13 +108,6 @@ def enough_ratio(problem: Problem, best: Plan) -> EnoughRatio:
                 steps.append(timeline(plan, problem.trace, pricer, problem.frontend).step_s)
         return min(steps)
 
-    least_s, low, high = step_s(MAX_RATIO), 1.0, MAX_RATIO
-    if step_s(low) <= NEAR * least_s:
-        return EnoughRatio(1.0, step_s(low), least_s)
-    while high / low > EXACT:
-        middle = math.sqrt(low * high)
-        if step_s(middle) <= NEAR * least_s:
-            high = middle
-        else:
-            low = middle
-    return EnoughRatio(high, step_s(high), least_s)
+    least_s, ratios = step_s(MAX_RATIO), _values(1.0, MAX_RATIO)
+    at = bisect.bisect_left(ratios, True, hi=len(ratios) - 1, key=lambda ratio: step_s(ratio) <= NEAR * least_s)
+    return EnoughRatio(ratios[at], step_s(ratios[at]), least_s)

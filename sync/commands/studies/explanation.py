@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,40 +16,53 @@ from gckernels.ops import Identity
 from ...accuracy.accuracy import candidates
 from ...planner.choice import POLICIES
 from ...planner.drafts.problem import Problem
-from ...planner.machines.machine import MachineError, Shared
+from ...planner.machines.machine import Shared
 from ...planner.machines.scaling import scaled
-from ...planner.timeline.launches import launches_of
 from ...planner.timeline.pricing import Pricer
-from ...planner.timeline.timeline import Timeline, timeline
+from ...planner.timeline.timeline import TimedStage, Timeline, timeline
 from ...plans.names import program_name, short_spec
-from ...plans.numbers import plural
-from ...plans.plan import Frontend, Plan, PlanError
-from ...programs.topology import Topology
-from ...traces.model_trace import ModelTrace
-from ..common.kinds import MAKE_PLAN
-from ..common.outcome import bad_data
+from ...plans.plan import Plan
+from ...programs.stages import StageKind
+from ..common.outcome import wrong_use
 from .alternatives import UnitAlternative, alternatives
 from .chain import ChainPiece, chain_of
-from .costs import MessageCost, message_costs
 from .sweeps import with_faster_links
+
+_DECODES = (StageKind.DECODE, StageKind.RECONSTRUCT)
 
 
 @dataclass(frozen=True)
-class MessageRow:
+class MessageCost:
     """A message of a plan, and what else it could be.
 
     Attributes:
-        cost: what it costs.
+        message: its number in the step.
+        launch: the number of its launch.
+        units: the names of its units.
+        nbytes: the bytes of its gradients.
+        ready_s: from the start of backward until it is launched, if nothing delays backward.
         compressors: the specs of its compressors; empty if it is sent exactly.
         program: the name of its program.
         channel: its channel.
+        encode_s: seconds of stages that encode, or recode.
+        send_s: seconds of its collectives, the wait for others on their lane not included.
+        decode_s: seconds of stages that decode.
+        copy_s: seconds of copies between device and host.
         alternatives: other ways to send it, with the step that each would give; empty if they were not asked for.
     """
 
-    cost: MessageCost
+    message: int
+    launch: int
+    units: tuple[str, ...]
+    nbytes: int
+    ready_s: float
     compressors: tuple[str, ...]
     program: str
     channel: int
+    encode_s: float
+    send_s: float
+    decode_s: float
+    copy_s: float
     alternatives: tuple[UnitAlternative, ...] = ()
 
 
@@ -58,20 +73,35 @@ class Explanation:
     Attributes:
         timeline: the timeline of the plan.
         none_s: a step without compression.
-        rows: its messages, in the order of their submission.
+        messages: its messages, in the order of their submission; for one unit those that hold it.
         chain: what the step has waited for.
-        what_if: for each change of the machine, how long a step with the same plan would take.
+        what_if_s: for each change of the machine, how long a step with the same plan would take.
     """
 
     timeline: Timeline
     none_s: float
-    rows: tuple[MessageRow, ...]
+    messages: tuple[MessageCost, ...]
     chain: tuple[ChainPiece, ...]
-    what_if: Mapping[str, float]
+    what_if_s: Mapping[str, float]
+
+    def record(self) -> dict[str, Any]:
+        """The explanation as JSON; times are in seconds."""
+        most = busiest(self.timeline)
+        return timeline_record(self.timeline) | {
+            "none_s": self.none_s,
+            "busiest": None if most is None else {"resource": most[0].value, "busy_s": most[1]},
+            "chain": list(map(asdict, self.chain)),
+            "what_if_s": dict(self.what_if_s),
+            "messages": list(map(asdict, self.messages)),
+        }
 
 
 def explain(
-    problem: Problem, plan: Plan, shown: int, progress: Callable[[float, str], None] = lambda share, text: None
+    problem: Problem,
+    plan: Plan,
+    shown: int,
+    unit: str | None = None,
+    progress: Callable[[float, str], None] = lambda share, text: None,
 ) -> Explanation:
     """The explanation of a plan.
 
@@ -79,70 +109,88 @@ def explain(
         problem: the problem that the plan solves.
         plan: the plan.
         shown: the number of messages, the largest first, that are tried in other ways.
+        unit: a unit or a parameter. Its messages are explained instead of all, and other ways are tried for it alone,
+            while the rest of its messages stays as it is; they include all compressors whose error the trace has,
+            allowed or not.
         progress: called with the part that is done.
 
     Raises:
+        CommandError: the plan has no such unit.
         PlanError: the plan does not fit the trace.
         MachineError: the machine lacks a price.
     """
     found = judged(problem, plan)
-    costs = message_costs(plan, found)
-    largest = {cost.number for cost in sorted(costs, key=lambda cost: -cost.nbytes)[:shown]}
-    rows = []
-    for number, cost in enumerate(costs):
-        progress(number / len(costs), "trying other ways")
-        tried = tuple(alternatives(problem, plan, cost.keys)) if cost.number in largest else ()
-        rows.append(_row(problem, plan, found, cost, tried))
+    messages = _messages(problem, plan, found)
+    if unit is None:
+        largest = {each.message for each in sorted(messages, key=lambda each: -each.nbytes)[:shown]}
+        for number, each in enumerate(messages):
+            progress(number / len(messages), "trying other ways")
+            if each.message in largest:
+                messages[number] = replace(each, alternatives=tuple(alternatives(problem, plan, each.units)))
+    else:
+        keys = _keys_of(plan, unit)
+        tried = tuple(alternatives(problem, plan, keys, candidates(problem.trace)))
+        messages = [replace(each, alternatives=tried) for each in messages if keys & {*each.units}]
     none_s = judged(problem, POLICIES["none"](problem)).step_s
-    return Explanation(found, none_s, tuple(rows), chain_of(found), what_if(problem, plan))
-
-
-def explain_unit(problem: Problem, plan: Plan, name: str) -> tuple[MessageRow, ...]:
-    """The messages of a plan that hold a unit or parts of a parameter.
-
-    Other ways are tried for the unit alone; the rest of its message stays as it is. They include all compressors whose
-    error the trace has, allowed or not.
-
-    Raises:
-        PlanError: the plan does not fit the trace, or has no such unit.
-        MachineError: the machine lacks a price.
-    """
-    keys = {unit.key for unit in plan.units if name == unit.key or name in unit.parameters}
-    if not keys:
-        near = difflib.get_close_matches(name, [unit.key for unit in plan.units], n=3) or [plan.units[0].key]
-        raise PlanError(f"has no unit {name!r}; it has {', '.join(near)}")
-    found = judged(problem, plan)
-    tried = tuple(alternatives(problem, plan, keys, candidates(problem.trace)))
-    costs = [cost for cost in message_costs(plan, found) if keys & {*cost.keys}]
-    return tuple(_row(problem, plan, found, cost, tried) for cost in costs)
-
-
-def judged(problem: Problem, plan: Plan) -> Timeline:
-    """The timeline of a plan, frontend in the only way that it can be, or else as the problem says."""
-    return timeline(plan, problem.trace, problem.pricer, plan.made_for or problem.frontend)
-
-
-def what_if(problem: Problem, plan: Plan) -> dict[str, float]:
-    """How long a step with the same plan takes on a machine with twice the bandwidth, and with codecs for nothing."""
-    machines = {
-        "twice the bandwidth": with_faster_links(problem.machine, 2.0),
-        "free codecs": scaled(problem.machine, codec_speed=math.inf),
-    }
-    return {
+    machines = {"free codecs": scaled(problem.machine, codec_speed=math.inf)}
+    if problem.topology.world_size > 1:
+        machines = {"twice the bandwidth": with_faster_links(problem.machine, 2.0)} | machines
+    what_if_s = {
         name: timeline(plan, problem.trace, Pricer(machine), problem.frontend).step_s
         for name, machine in machines.items()
     }
+    return Explanation(found, none_s, tuple(messages), chain_of(found), what_if_s)
 
 
-def _row(
-    problem: Problem, plan: Plan, found: Timeline, cost: MessageCost, tried: tuple[UnitAlternative, ...]
-) -> MessageRow:
-    mine = [unit for unit in plan.units if unit.key in cost.keys]
-    names = dict.fromkeys(short_spec(unit.compressor) for unit in mine if not isinstance(unit.compressor, Identity))
-    program = program_name(mine[0].program, problem.topology.world_size)
-    channels = [stage.lane.channel for stage in found.stages if stage.message == cost.number]
-    channel = next((channel for channel in channels if channel is not None), 0)
-    return MessageRow(cost, tuple(names), program, channel, tried)
+def _keys_of(plan: Plan, name: str) -> set[str]:
+    """The units of a plan with a name, or those that hold parts of the parameter with that name."""
+    keys = {unit.key for unit in plan.units if name == unit.key or name in unit.parameters}
+    if not keys:
+        near = difflib.get_close_matches(name, [unit.key for unit in plan.units], n=3) or [plan.units[0].key]
+        raise wrong_use(f"--unit: the plan has no unit {name!r}; it has {', '.join(near)}")
+    return keys
+
+
+def judged(problem: Problem, plan: Plan) -> Timeline:
+    """The timeline of a plan, attached in the only way that it can be, or else as the problem says."""
+    return timeline(plan, problem.trace, problem.pricer, plan.made_for or problem.frontend)
+
+
+def _messages(problem: Problem, plan: Plan, found: Timeline) -> list[MessageCost]:
+    """The messages of a timeline, in the order of their submission."""
+    units = {unit.key: unit for unit in plan.units}
+    costs = []
+    for number, group in itertools.groupby(found.stages, lambda stage: stage.message):
+        stages = tuple(group)
+        launch, mine = found.launches[stages[0].launch], [units[key] for key in stages[0].keys]
+        seconds = _seconds(stages)
+        specs = (short_spec(unit.compressor) for unit in mine if not isinstance(unit.compressor, Identity))
+        cost = MessageCost(
+            message=number,
+            launch=stages[0].launch,
+            units=stages[0].keys,
+            nbytes=sum(unit.numel for unit in mine) * launch.dtype.itemsize,
+            ready_s=launch.ready_s,
+            compressors=tuple(dict.fromkeys(specs)),
+            program=program_name(mine[0].program, problem.topology.world_size),
+            channel=next((stage.lane.channel for stage in stages if stage.lane.channel is not None), 0),
+            encode_s=seconds["encode"],
+            send_s=seconds["communicate"],
+            decode_s=seconds["decode"],
+            copy_s=seconds["copy"],
+        )
+        costs.append(cost)
+    return costs
+
+
+def _seconds(stages: Sequence[TimedStage]) -> dict[str, float]:
+    """The seconds of the stages of a message, by the kind of their work."""
+    seconds = {"encode": 0.0, "communicate": 0.0, "decode": 0.0, "copy": 0.0}
+    for stage in stages:
+        codec = "decode" if stage.spec.kind in _DECODES else "encode"
+        does = stage.spec.resource.does
+        seconds[codec if does == "compute" else does] += stage.end_s - stage.start_s
+    return seconds
 
 
 def busiest(found: Timeline) -> tuple[Shared, float] | None:
@@ -162,36 +210,10 @@ def averaged_s(found: Timeline) -> float:
     return found.step_s - found.forward_s - found.optimizer_s
 
 
-def check_model(path: str, plan: Plan, trace: ModelTrace) -> None:
-    """Refuse a plan that is for another model than the trace.
-
-    Raises:
-        CommandError: it is.
-    """
-    try:
-        launches_of(plan, trace, plan.made_for or Frontend.MODULE)
-    except PlanError as error:
-        raise bad_data(f"{path}: {error}", MAKE_PLAN) from None
-
-
-def check_fit(path: str, plan: Plan, problem: Problem) -> None:
-    """Refuse a plan that is for another topology, or whose programs do not work there.
-
-    Raises:
-        CommandError: it is.
-    """
-    if plan.topology not in (None, problem.topology):
-        raise bad_data(
-            f"{path}: the plan is for {_ranks(plan.topology)}, and {problem.machine.name} has "
-            f"{_ranks(problem.topology)}",
-            MAKE_PLAN,
-        )
-    try:
-        judged(problem, plan)
-    except MachineError:
-        raise
-    except ValueError as error:
-        raise bad_data(f"{path}: {error}", MAKE_PLAN) from None
+def timeline_record(found: Timeline) -> dict[str, Any]:
+    """The times of a timeline as JSON, in seconds."""
+    times = {name: getattr(found, name) for name in ("step_s", "forward_s", "backward_s", "exposed_s", "optimizer_s")}
+    return times | {"busy_s": {shared.value: seconds for shared, seconds in found.busy_s.items()}}
 
 
 def differences(plan: Plan, problem: Problem) -> list[str]:
@@ -205,7 +227,3 @@ def differences(plan: Plan, problem: Problem) -> list[str]:
     if made.machine.name != problem.machine.name:
         found.append(f"was made for another machine, {made.machine.name}")
     return found
-
-
-def _ranks(topology: Topology) -> str:
-    return f"{plural(topology.machines, 'machine')} with {plural(topology.devices, 'device')} each"

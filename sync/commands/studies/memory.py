@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...frontends.budget import rank_nbytes
@@ -58,11 +58,9 @@ class PlanMemory:
 
     def line(self) -> str:
         """Sentences for people."""
-        has = (
-            "the machine does not say how much it has"
-            if self.has_nbytes is None
-            else f"it has {volume(self.has_nbytes)}"
-        )
+        has = "the machine does not say how much it has"
+        if self.has_nbytes is not None:
+            has = f"it has {volume(self.has_nbytes)}"
         return (
             f"Memory of a rank: {volume(self.model_nbytes)} for weights and gradients, {volume(self.plan_nbytes)} for "
             f"residuals and buffers; {has}. Activations and the optimizer's state come on top."
@@ -70,11 +68,4 @@ class PlanMemory:
 
     def record(self) -> dict[str, Any]:
         """The memory as JSON."""
-        return {
-            "memory": {
-                "model_nbytes": self.model_nbytes,
-                "plan_nbytes": self.plan_nbytes,
-                "has_nbytes": self.has_nbytes,
-                "fits": None if self.has_nbytes is None else self.fits,
-            }
-        }
+        return {"memory": asdict(self) | {"fits": None if self.has_nbytes is None else self.fits}}

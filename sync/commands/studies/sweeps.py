@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ...planner.machines.description import Description
 from ...planner.machines.machine import Machine, Shared
-from ...planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
+from ...planner.machines.scaling import scaled, sending_bit_per_s
 from ...plans.numbers import rate
 from ...traces.model_trace import ModelTrace
 from ..common.outcome import wrong_use
@@ -93,19 +93,19 @@ AXES: Mapping[str, Axis] = {
     "machines": Axis(
         "machines",
         _whole,
-        lambda value: f"{value:.0f}",
+        "{:.0f}".format,
         lambda trace, machine, value: (trace, scaled(machine, machines=int(value))),
     ),
     "batch": Axis(
         "batch size, times that of the trace",
         _factor,
-        lambda value: f"x {value:g}",
+        "x {:g}".format,
         lambda trace, machine, value: (with_batch(trace, value), machine),
     ),
     "encode": Axis(
         "speed of codecs, times that of the machine",
         _factor,
-        lambda value: f"x {value:g}",
+        "x {:g}".format,
         lambda trace, machine, value: (trace, scaled(machine, codec_speed=value)),
     ),
 }
@@ -155,48 +155,36 @@ def _range(low: float, high: float, whole: bool) -> tuple[float, ...]:
     return (*values, high)
 
 
-def bandwidth_of(machine: Machine) -> float:
-    """The bits per second of a link between machines, or inside the machine if there is one only: the value that
-    :func:`~gckernels.sync.planner.machines.scaling.scaled` replaces.
-
-    Raises:
-        MachineError: the machine has one rank.
-    """
-    match machine:
-        case FasterCodecs(base, _):
-            return bandwidth_of(base)
-        case Description() if machine.topology.world_size > 1:
-            link = Shared.INTER if machine.topology.machines > 1 else Shared.INTRA
-            return machine.links[link].bandwidth_bit_per_s
-    return sending_bit_per_s(machine)
-
-
 def with_faster_links(machine: Machine, factor: float) -> Machine:
-    """The machine with links that are ``factor`` times as fast, software that sends through them included.
+    """The machine as it was read, with links between machines, or inside the only one, that are ``factor`` times as
+    fast, software that sends through them included.
 
     Raises:
         MachineError: the machine has one rank.
     """
-    match machine:
-        case FasterCodecs(base, speed):
-            return FasterCodecs(with_faster_links(base, factor), speed)
-        case Description() if machine.topology.world_size > 1:
-            changed = Shared.INTER if machine.topology.machines > 1 else Shared.INTRA
-            link = machine.links[changed]
-            rates = (factor * link.bandwidth_bit_per_s, factor * link.limit_bit_per_s)
-            faster = replace(link, bandwidth_bit_per_s=rates[0], limit_bit_per_s=rates[1])
-            return replace(machine, links={**machine.links, changed: faster})
-    return scaled(machine, bandwidth_bit_per_s=factor * bandwidth_of(machine))
+    found = _described_link(machine)
+    if found is None:
+        return scaled(machine, bandwidth_bit_per_s=factor * sending_bit_per_s(machine))
+    description, shared = found
+    link = description.links[shared]
+    rates = (factor * link.bandwidth_bit_per_s, factor * link.limit_bit_per_s)
+    faster = replace(link, bandwidth_bit_per_s=rates[0], limit_bit_per_s=rates[1])
+    return replace(description, links={**description.links, shared: faster})
 
 
 def software_limit(machine: Machine) -> float | None:
     """The bits per second that software gets through a link of a described machine, if that is less than the link
     carries."""
-    match machine:
-        case FasterCodecs(base, _):
-            return software_limit(base)
-        case Description() if machine.topology.world_size > 1:
-            link = machine.links[Shared.INTER if machine.topology.machines > 1 else Shared.INTRA]
-            most = link.limit_bit_per_s
-            return most if most < link.bandwidth_bit_per_s * link.efficiency else None
-    return None
+    found = _described_link(machine)
+    if found is None:
+        return None
+    link = found[0].links[found[1]]
+    return link.limit_bit_per_s if link.limit_bit_per_s < link.bandwidth_bit_per_s * link.efficiency else None
+
+
+def _described_link(machine: Machine) -> tuple[Description, Shared] | None:
+    """A description, and its link between machines, or inside the only one; ``None`` for a machine that was measured or
+    has one rank."""
+    if not isinstance(machine, Description) or machine.topology.world_size == 1:
+        return None
+    return machine, Shared.INTER if machine.topology.machines > 1 else Shared.INTRA

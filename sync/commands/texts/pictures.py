@@ -20,14 +20,14 @@ _COLOURS = (
 )
 
 
-def new_figure(width: float, height: float) -> Figure:
+def _new_figure(width: float, height: float) -> Figure:
     """An empty figure, its size in inches."""
     from matplotlib.figure import Figure as Made
 
     return Made(figsize=(width, height), layout="constrained")
 
 
-def png_of(figure: Figure) -> bytes:
+def _png_of(figure: Figure) -> bytes:
     """The figure as the content of a PNG file."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
@@ -37,8 +37,8 @@ def png_of(figure: Figure) -> bytes:
 # -------------------------------------------------------------------- timelines
 
 
-def draw_timelines(timelines: Mapping[str, Timeline], band: Band) -> Figure:
-    """A figure of timelines, below each other on one time axis.
+def draw_timelines(timelines: Mapping[str, Timeline], band: Band) -> bytes:
+    """A picture of timelines, as the content of a PNG file, below each other on one time axis.
 
     Rows are the threads of computing and the lanes; a colour is a message. The row below shows how busy the links are.
 
@@ -48,7 +48,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], band: Band) -> Figure:
     """
     rows = {title: _lanes(timeline) for title, timeline in timelines.items()}
     heights = [part for lanes in rows.values() for part in (len(lanes) + 1.5, 1.6)]
-    figure = new_figure(11, 0.8 + 0.3 * sum(heights))
+    figure = _new_figure(11, 0.8 + 0.3 * sum(heights))
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for number, (title, timeline) in enumerate(timelines.items()):
         label = f"{title}: {1e3 * timeline.step_s:.4g} ms ({band.text(timeline.step_s)})"
@@ -56,7 +56,7 @@ def draw_timelines(timelines: Mapping[str, Timeline], band: Band) -> Figure:
         _draw_links(axes[2 * number + 1], timeline)
     axes[-1].set_xlabel("ms")
     axes[-1].set_xlim(0, 1e3 * max(timeline.step_s for timeline in timelines.values()) * 1.01)
-    return figure
+    return _png_of(figure)
 
 
 def _lanes(timeline: Timeline) -> list[str]:
@@ -112,9 +112,12 @@ def _draw_links(axis: Any, timeline: Timeline) -> None:
 # -------------------------------------------------------------------- sweeps
 
 
-def draw_sweeps(results: Sequence[SweepResult]) -> Figure:
-    """A figure of how many times as fast a step is as without compression, with a panel for each sweep."""
-    figure = new_figure(8, 3.6 * len(results))
+def draw_sweeps(results: Sequence[SweepResult]) -> bytes:
+    """A picture of how many times as fast a step is as without compression, as the content of a PNG file.
+
+    It has a panel for each sweep.
+    """
+    figure = _new_figure(8, 3.6 * len(results))
     axes = figure.subplots(len(results), 1, squeeze=False)[:, 0]
     for axis, result in zip(axes, results, strict=True):
         values, points = result.sweep.values, result.points
@@ -131,4 +134,4 @@ def draw_sweeps(results: Sequence[SweepResult]) -> Figure:
         axis.set_ylabel("times as fast as without", fontsize=8)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    return figure
+    return _png_of(figure)

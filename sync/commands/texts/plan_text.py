@@ -1,4 +1,4 @@
-"""Choices of plans as text for people and as JSON."""
+"""Chosen plans, and where compression pays, as text for people and as JSON."""
 
 from __future__ import annotations
 
@@ -8,17 +8,38 @@ from ...accuracy.accuracy import error_on
 from ...planner.choice import Choice
 from ...planner.drafts.problem import Problem
 from ...plans.names import short_spec, summary_of
-from ...plans.numbers import duration, plural, three_digits, volume
-from ...plans.plan import Frontend, Plan
+from ...plans.numbers import duration, plural, rate, three_digits, volume, whole_percent
+from ...plans.plan import Frontend
 from ..common.caveats import Caveats
 from ..common.error_bars import Band
 from ..common.tables import table
-from ..studies.advice import Advice, compresses
+from ..studies.advice import Prediction
+from ..studies.closed_form_rows import ClosedFormRow
+from ..studies.crossover import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
+from ..studies.prediction import Elsewhere, SweepResult
+from ..studies.sweeps import software_limit
 
 _FRONTENDS = {Frontend.DDP: "a DDP model's buckets", Frontend.MODULE: "a bare module"}
 
 
-def head(problem: Problem) -> str:
+def text(problem: Problem, caveats: Caveats, here: Prediction, elsewhere: Elsewhere | None) -> str:
+    """Everything that ``gckernels plan`` says."""
+    choice, band = here.choice, here.band
+    lines = [
+        _head(problem),
+        *_compressors_lines(problem, caveats),
+        "",
+        _policies_table(choice, band),
+        *band.notes(),
+        "",
+    ]
+    if elsewhere is not None:
+        lines += _elsewhere_lines(problem, here, elsewhere)
+    units = f"{plural(len(choice.plan.units), 'unit')}: {summary_of(choice.plan, problem.topology.world_size)}"
+    return "\n".join([*lines, f"The plan of {choice.policy} has {units}.", here.memory.line(), here.advice])
+
+
+def _head(problem: Problem) -> str:
     """A sentence about the inputs."""
     trace, topology = problem.trace, problem.topology
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
@@ -31,18 +52,18 @@ def head(problem: Problem) -> str:
     )
 
 
-def compressors_lines(problem: Problem, caveats: Caveats) -> list[str]:
+def _compressors_lines(problem: Problem, caveats: Caveats) -> list[str]:
     """Sentences about the compressors that may be used, about those that were named and cannot be, and about those
     whose errors were not measured."""
     specs = ", ".join(map(short_spec, problem.compressors)) or "none; only programs are chosen"
     lines = [f"Allowed compressors: {specs}."]
     lines += [f"No gradient may use {spec}: {why}." for spec, why in caveats.unusable.items()]
-    if assumed := assumed_errors(problem):
+    if assumed := _assumed_errors(problem):
         lines.append(f"Errors are assumed, as on synthetic gradients, where the trace has none: {', '.join(assumed)}.")
     return lines
 
 
-def assumed_errors(problem: Problem) -> list[str]:
+def _assumed_errors(problem: Problem) -> list[str]:
     """The specs of allowed compressors whose errors the trace does not have for all of their gradients."""
     tensors, found = problem.trace.tensors, []
     for compressor in problem.compressors:
@@ -54,7 +75,7 @@ def assumed_errors(problem: Problem) -> list[str]:
     return found
 
 
-def policies_table(choice: Choice, band: Band) -> str:
+def _policies_table(choice: Choice, band: Band) -> str:
     """A table of all policies: step, speed-up, time that backward does not hide, relative error of the gradients, and
     seconds of the search."""
     none_s = choice.none.step_s
@@ -72,33 +93,83 @@ def policies_table(choice: Choice, band: Band) -> str:
     return table(("policy", band.column, "vs none", "exposed", "error", "found in"), rows)
 
 
-def plan_line(name: str, plan: Plan, world_size: int) -> str:
-    """A sentence about a plan: the compressors and programs of its units."""
-    return f"The plan of {name} has {plural(len(plan.units), 'unit')}: {summary_of(plan, world_size)}."
+# -------------------------------------------------------------------- elsewhere
 
 
-def record(problem: Problem, choice: Choice, band: Band, advice: Advice) -> dict[str, Any]:
+def _elsewhere_lines(problem: Problem, here: Prediction, found: Elsewhere) -> list[str]:
+    """A table for each sweep, sentences about limits, and the closed forms, with empty lines behind them."""
+    lines = []
+    for result in found.sweeps:
+        lines += [_sweep_table(result), ""]
+    if not here.band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
+        lines += ["What differs from the measured machine is estimated, +-25 %.", ""]
+    lines += [*_limits(problem, here, found), ""]
+    return [*lines, _closed_forms_table(found.closed_forms), ""] if found.closed_forms else lines
+
+
+def _sweep_table(result: SweepResult) -> str:
+    """A table of a sweep, with a row for each value."""
+    rows = [
+        (
+            result.sweep.axis.label(value),
+            duration(point.choice.none.step_s),
+            duration(point.choice.row.step_s),
+            f"{point.gain:.2f}",
+            point.short_advice,
+        )
+        for value, point in zip(result.sweep.values, result.points, strict=True)
+    ]
+    return table((result.sweep.name, "none", "best", "vs none", "advice"), rows, left=(4,))
+
+
+def _limits(problem: Problem, here: Prediction, found: Elsewhere) -> list[str]:
+    """Sentences about the bandwidth up to which compression pays, and about the ratio that would be enough."""
+    if found.limit is None or found.enough is None:
+        return ["One rank sends nothing, so there is nothing to compress."]
+    if (bit_per_s := found.limit.bandwidth_bit_per_s) is not None:
+        lines = [f"Compression pays up to {rate(bit_per_s)} between machines, and not above."]
+    elif found.limit.always_pays:
+        lines = [f"Compression pays at every bandwidth up to {rate(HIGH_BIT_PER_S)}."]
+    else:
+        lines = [f"Compression pays at no bandwidth from {rate(LOW_BIT_PER_S)} up."]
+    if (most := software_limit(problem.machine)) is not None:
+        lines.append(f"Software gets {rate(most)} through a link of {problem.machine.name}, whatever its bandwidth.")
+    least_s = duration(found.enough.least_s)
+    least = f"{here.band.takes} at most {whole_percent(NEAR - 1)} above {least_s}, the least however few bytes are sent"
+    if found.enough.ratio == 1.0:
+        return [*lines, f"No ratio of compression is needed here: {least}."]
+    return [*lines, f"{three_digits(found.enough.ratio)} times fewer bytes would be enough here: then {least}."]
+
+
+def _closed_forms_table(rows: tuple[ClosedFormRow, ...]) -> str:
+    """A table of the closed forms beside the timeline: backward and synchronisation, without forward and optimizer."""
+    cells = [
+        (
+            row.name,
+            duration(row.closed.step_s),
+            duration(row.timeline_s),
+            f"{row.difference * 100:+.0f} %",
+            row.why or "they agree",
+        )
+        for row in rows
+    ]
+    return table(("backward and sync", "closed form", "timeline", "differs", "why"), cells, left=(0, 4))
+
+
+# -------------------------------------------------------------------- JSON
+
+
+def record(problem: Problem, here: Prediction, elsewhere: Elsewhere | None) -> dict[str, Any]:
     """The choice as JSON; times are in seconds."""
-    return {
+    columns = ("policy", "step_s", "exposed_s", "error", "found_s")
+    found = {
         "model": problem.trace.model,
         "machine": problem.machine.name,
         "topology": {"machines": problem.topology.machines, "devices": problem.topology.devices},
         "frontend": problem.frontend.value,
         "allowed": list(map(short_spec, problem.compressors)),
-        "assumed_errors": assumed_errors(problem),
-        **band.record(),
-        "policy": choice.policy,
-        "pays": advice.pays,
-        "compresses": compresses(choice.plan),
-        "advice": advice.text,
-        "policies": [
-            {
-                "policy": row.policy,
-                "step_s": row.step_s,
-                "exposed_s": row.exposed_s,
-                "error": row.error,
-                "found_s": row.found_s,
-            }
-            for row in choice.rows
-        ],
+        "assumed_errors": _assumed_errors(problem),
+        "advice": here.advice,
+        "policies": [{name: getattr(row, name) for name in columns} for row in here.choice.rows],
     }
+    return found | here.record() | ({} if elsewhere is None else elsewhere.record())

@@ -64,11 +64,11 @@ def trace(tmp_path):
     return write_small_trace(tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["plan", "predict"])
-def test_a_machine_without_a_price_of_any_allowed_compressor_is_refused(trace, tmp_path, capsys, verb):
+@pytest.mark.parametrize("more", [(), ("--sweep",)])
+def test_a_machine_without_a_price_of_any_allowed_compressor_is_refused(trace, tmp_path, capsys, more):
     machine, out = write_profile(tmp_path, "Cast16", worse=["EFSignSGD"]), tmp_path / "out.json"
     code, shown, errors = run_text(
-        capsys, verb, trace, machine, "--compressors", "QSGD", "EFSignSGD", "--policy", "all", "-o", str(out)
+        capsys, "plan", trace, machine, "--compressors", "QSGD", "EFSignSGD", "--policy", "all", "-o", str(out), *more
     )
     assert code == 3 and shown == "" and not out.exists() and errors.count("\n") == 1
     assert f"{machine}: it has no good price of QSGD, EFSignSGD; gckernels profile --compressors QSGD EFS" in errors
@@ -89,7 +89,7 @@ def test_an_explanation_needs_no_price_of_what_the_plan_does_not_use(trace, tmp_
     machine, plan = write_profile(tmp_path, "EFSignSGD"), str(tmp_path / "plan.json")
     made = run_text(capsys, "plan", trace, machine, "--compressors", "EFSignSGD", "--policy", "all", "-o", plan)
     assert made[0] == 0
-    code, _, errors = run_text(capsys, "explain", plan, "--trace", trace, "--machine", machine, "--messages", "0")
+    code, _, errors = run_text(capsys, "explain", trace, machine, plan, "--messages", "0")
     assert code == 0 and "it has no good price of Cast16, " in errors
 
 
@@ -151,7 +151,7 @@ def described(folder, memory_nbytes):
 MODEL_NBYTES = 2 * 4 * LAYERS * (NUMEL + 512)
 
 
-@pytest.mark.parametrize("verb", ["plan", "predict"])
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "bandwidth=1gbit,2gbit")])
 @pytest.mark.parametrize(
     ("memory_nbytes", "code", "words"),
     [
@@ -164,19 +164,17 @@ MODEL_NBYTES = 2 * 4 * LAYERS * (NUMEL + 512)
         ),
     ],
 )
-def test_a_plan_that_does_not_fit_is_not_advised(trace, tmp_path, capsys, verb, memory_nbytes, code, words):
+def test_a_plan_that_does_not_fit_is_not_advised(trace, tmp_path, capsys, sweep, memory_nbytes, code, words):
     machine = described(tmp_path, memory_nbytes)
-    arguments = (verb, trace, machine, "--policy", "cupcake", "--compressors", "EFSignSGD")
-    arguments += ("--sweep", "bandwidth=1gbit,2gbit") if verb == "predict" else ()
+    arguments = ("plan", trace, machine, "--policy", "cupcake", "--compressors", "EFSignSGD", *sweep)
     found, shown, _ = run_text(capsys, *arguments)
     assert found == code and words in shown
     assert "Memory of a rank: 8.40 MB for weights and gradients, " in shown and "; it has " in shown
-    results = run_json(capsys, *arguments)[1]
-    memory = (results if verb == "plan" else results["here"])["memory"]
+    memory = run_json(capsys, *arguments)[1]["memory"]
     assert memory["model_nbytes"] == MODEL_NBYTES and memory["has_nbytes"] == memory_nbytes
     assert memory["fits"] == (code == 0) == (MODEL_NBYTES + memory["plan_nbytes"] <= memory_nbytes)
     assert memory["plan_nbytes"] > 1e6
-    if verb == "predict":
+    if sweep:
         assert shown.count("do not compress; it does not fit") == (0 if code == 0 else 2)
         assert ("Compression pays at no bandwidth" in shown) == (code == 1)
 
@@ -191,7 +189,7 @@ def test_an_explanation_says_whether_the_plan_fits(trace, tmp_path, capsys):
     named = ("--policy", "all", "--compressors", "EFSignSGD")
     run_text(capsys, "plan", trace, "two-sites-1gbit", *named, "-o", plan)
     for memory_nbytes in (1e9, 1e7):
-        explain = ("explain", plan, "--trace", trace, "--machine", described(tmp_path, memory_nbytes), "--messages")
+        explain = ("explain", trace, described(tmp_path, memory_nbytes), plan, "--messages")
         code, shown, _ = run_text(capsys, *explain, "0")
         assert code == 0 and "Memory of a rank: " in shown
         assert (f"{plan} does not fit. Weights and gradients take " in shown) == (memory_nbytes < 1e9)
@@ -255,7 +253,7 @@ def test_everything_from_a_description_is_called_estimated(trace, tmp_path, caps
     estimated = "All times are estimated, +-25 %: the machine is described, not measured."
     for policy in ("none", "all"):  # one pays, one does not
         assert estimated in run_text(capsys, "plan", trace, machine, "--policy", policy, "-o", plan)[1]
-    explain = ("explain", plan, "--trace", trace, "--machine", machine, "--messages", "0")
+    explain = ("explain", trace, machine, plan, "--messages", "0")
     assert estimated in run_text(capsys, *explain, "--perfetto", step)[1]
     assert f'"{plan}, estimated"' in Path(step).read_text()
     unit = (*explain, "--unit", "2.weight")
@@ -272,15 +270,15 @@ def test_a_trace_of_backward_alone_promises_no_step(tmp_path, capsys, rest_us):
     whole, lines = rest_us is not None, []
     for arguments in (
         ("plan", str(trace), machine, "--policy", "all", "-o", plan),
-        ("predict", str(trace), machine, "--policy", "all"),
-        ("explain", plan, "--trace", str(trace), "--machine", machine, "--messages", "0"),
-        ("explain", plan, "--trace", str(trace), "--machine", machine, "--unit", "0.weight"),
+        ("plan", str(trace), machine, "--policy", "all", "--sweep"),
+        ("explain", str(trace), machine, plan, "--messages", "0"),
+        ("explain", str(trace), machine, plan, "--unit", "0.weight"),
     ):
         code, shown, _ = run_text(capsys, *arguments)
         assert code == 0 and ("step takes" in shown) == whole
         assert ("ackward and synchronisation take " in shown) != whole
         assert ("The trace has neither forward nor optimizer: " in shown) != whole
-        assert run_json(capsys, *arguments)[1].get("whole_step", whole) == whole
+        assert run_json(capsys, *arguments)[1]["whole_step"] == whole
         lines.append(shown)
     assert f"forward and optimizer {'50.0 ms' if whole else 'not known'}." in lines[0]
 
@@ -288,7 +286,7 @@ def test_a_trace_of_backward_alone_promises_no_step(tmp_path, capsys, rest_us):
 @pytest.mark.slow
 def test_a_sweep_of_a_limit_advises_no_plan(trace, capsys):
     sweep = ("--policy", "bound", "--compressors", "Cast16", "--sweep", "batch=1,100")
-    shown = run_text(capsys, "predict", trace, "two-sites-1gbit", *sweep)[1]
+    shown = run_text(capsys, "plan", trace, "two-sites-1gbit", *sweep)[1]
     assert shown.count("free codecs would pay") == 1 and shown.count("do not compress") == 1
 
 

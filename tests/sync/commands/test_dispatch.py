@@ -12,8 +12,9 @@ import pytest
 
 import gckernels
 from gckernels.sync import commands
-from gckernels.sync.commands import dispatch, verbs
-from gckernels.sync.commands.common.outcome import Exit, bad_data
+from gckernels.sync.commands import dispatch
+from gckernels.sync.commands.common.files import add_outputs
+from gckernels.sync.commands.common.outcome import Exit, Outcome, bad_data
 
 
 def run_module(*arguments, **environment):
@@ -35,11 +36,10 @@ def verb(monkeypatch):
         class Probe:
             @staticmethod
             def add_arguments(parser):
-                verbs.add_json_argument(parser)
-                verbs.add_output_argument(parser, "nothing")
+                add_outputs(parser, "nothing")
 
             @staticmethod
-            def run(given: argparse.Namespace, console) -> Exit:
+            def run(given: argparse.Namespace, console) -> Outcome:
                 return run(given, console)
 
         monkeypatch.setattr(dispatch, "VERBS", {"probe": "try something"})
@@ -65,10 +65,10 @@ def test_help_lists_every_verb(capsys):
         commands.main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert verbs.VERBS and all(f"\n  {name} " in shown for name in verbs.VERBS)
+    assert dispatch.VERBS and all(f"\n  {name} " in shown for name in dispatch.VERBS)
 
 
-@pytest.mark.parametrize("name", verbs.VERBS)
+@pytest.mark.parametrize("name", dispatch.VERBS)
 def test_every_verb_has_help(name, capsys):
     with pytest.raises(SystemExit) as ended:
         commands.main([name, "--help"])
@@ -93,7 +93,7 @@ def test_wrong_arguments_are_refused_in_one_line(arguments, reason, capsys):
 
 
 def test_the_exit_code_is_that_of_the_verb(verb, capsys):
-    verb(lambda given, console: Exit.DOES_NOT_PAY)
+    verb(lambda given, console: Outcome(code=Exit.DOES_NOT_PAY))
     assert commands.main(["probe"]) == 1
 
 
@@ -119,12 +119,7 @@ def test_a_bug_is_one_line_with_its_place(verb, capsys, monkeypatch):
 
 
 def test_tables_or_json(verb, capsys):
-    def run(given, console):
-        console.show("a table")
-        console.record({"a": 1})
-        return Exit.OK
-
-    verb(run)
+    verb(lambda given, console: Outcome("a table", {"a": 1}))
     assert commands.main(["probe"]) == 0
     assert capsys.readouterr().out == "a table\n"
     assert commands.main(["probe", "--json"]) == 0
@@ -134,18 +129,31 @@ def test_tables_or_json(verb, capsys):
     assert (printed.out, printed.err) == ("", "a table\n")
 
 
-def test_other_ranks_print_nothing(verb, capsys, monkeypatch):
+def test_files_are_written_before_their_notes(verb, capsys, tmp_path):
+    verb(lambda given, console: Outcome("a table", files={given.output: "content"}, notes=["a note"]))
+    path = tmp_path / "x.json"
+    assert commands.main(["probe", "-o", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert path.read_text() == "content" and printed.out == "a table\n"
+    assert printed.err == f"gckernels probe: {path} is written\ngckernels probe: a note\n"
+    assert commands.main(["probe"]) == 0  # no file is asked for
+    assert capsys.readouterr().err == "gckernels probe: a note\n"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_other_ranks_print_and_write_nothing(verb, capsys, monkeypatch, tmp_path, fails):
     def run(given, console):
-        console.show("a table")
         console.note("a note")
         console.progress(0.5)
-        raise bad_data("wrong")
+        if fails:
+            raise bad_data("wrong")
+        return Outcome("a table", {}, {given.output: "content"}, ["another note"], Exit.BAD_DATA)
 
     verb(run)
-    monkeypatch.setenv("RANK", "1")
-    assert commands.main(["probe"]) == 3
+    monkeypatch.setenv("RANK", "3")
+    assert commands.main(["probe", "-o", str(tmp_path / "x.json")]) == 3
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", "")
+    assert (printed.out, printed.err) == ("", "") and list(tmp_path.iterdir()) == []
 
 
 def test_an_output_that_cannot_be_written_is_refused_first(verb, capsys, tmp_path):

@@ -30,7 +30,7 @@ def made(tmp_path, capsys):
     """The paths of a trace and of a plan, and the arguments that explain it."""
     trace, plan = write_small_trace(tmp_path), str(tmp_path / "plan.json")
     assert run_text(capsys, "plan", trace, MACHINE, "--policy", "all", "-o", plan)[0] == 0
-    return trace, plan, ("explain", plan, "--trace", trace, "--machine", MACHINE)
+    return trace, plan, ("explain", trace, MACHINE, plan)
 
 
 def test_times_are_those_that_the_plan_was_chosen_for(made, capsys):
@@ -104,7 +104,7 @@ def test_the_busiest_resource_is_busy_while_gradients_are_averaged(tmp_path, cap
         trace, plan = tmp_path / f"{forward_s}.json", str(tmp_path / "plan.json")
         replace(small_trace(), forward_s=forward_s).save(trace)
         run_text(capsys, "plan", str(trace), MACHINE, "--policy", "none", "-o", plan)
-        arguments = ("explain", plan, "--trace", str(trace), "--machine", MACHINE, "--messages", "0")
+        arguments = ("explain", str(trace), MACHINE, plan, "--messages", "0")
         found[forward_s] = run_json(capsys, *arguments)[1]["busiest"]
         (lines[forward_s],) = (line for line in run_text(capsys, *arguments)[1].splitlines() if "busy for" in line)
     assert found[10.0]["resource"] == found[0.01]["resource"] == "inter"
@@ -133,7 +133,7 @@ def test_each_plan_is_judged_as_it_is_attached(tmp_path, capsys):
         paths[frontend] = str(tmp_path / f"{frontend.value}.json")
         plan = ("plan", trace, MACHINE, "--policy", "all", "--frontend", frontend.value, "-o", paths[frontend])
         assert run_text(capsys, *plan)[0] == 0
-    explain = ("explain", paths[Frontend.DDP], "--trace", trace, "--machine", MACHINE, "--messages", "0")
+    explain = ("explain", trace, MACHINE, paths[Frontend.DDP], "--messages", "0")
     _, found = run_json(capsys, *explain, "--against", paths[Frontend.MODULE])
     assert found["step_s"] == pytest.approx(Plan.load(paths[Frontend.DDP]).prediction.step_s)
     assert found["against"]["step_s"] == pytest.approx(Plan.load(paths[Frontend.MODULE]).prediction.step_s)
@@ -142,12 +142,9 @@ def test_each_plan_is_judged_as_it_is_attached(tmp_path, capsys):
     assert code == 2 and "--frontend module: " in errors and "is for ddp; leave it out" in errors
 
 
-def test_the_results_in_a_file_are_those_that_are_printed(made, tmp_path, capsys):
-    path = tmp_path / "explanation.json"
-    _, printed = run_json(capsys, *made[2], "--messages", "1", "-o", str(path))
-    assert json.loads(path.read_text()) == printed
-    code, shown, errors = run_text(capsys, *made[2], "--unit", "2.weight", "-o", "-")
-    assert code == 0 and json.loads(shown)["messages"] and "sent as" in errors
+def test_a_file_on_stdout_leaves_the_text_to_stderr(made, capsys):
+    code, shown, errors = run_text(capsys, *made[2], "--unit", "2.weight", "--perfetto", "-")
+    assert code == 0 and json.loads(shown)["traceEvents"] and "sent as" in errors
 
 
 def test_perfetto_reads_what_the_replay_reads(made, tmp_path, capsys):
@@ -175,7 +172,7 @@ def test_a_plan_of_the_first_version_is_explained(made, tmp_path, capsys):
     units = [{key: value for key, value in unit.items() if key not in new} for unit in record["units"]]
     kept = {key: record[key] for key in ("format", "topology", "channels")}
     path.write_text(json.dumps(kept | {"version": 1, "units": units}))
-    code, found = run_json(capsys, "explain", str(path), *arguments[2:], "--messages", "0")
+    code, found = run_json(capsys, *arguments[:3], str(path), "--messages", "0")
     assert code == 0 and 0 < found["step_s"] < found["none_s"]
 
 
@@ -183,5 +180,5 @@ def test_a_plan_from_elsewhere_is_noted(made, tmp_path, capsys):
     _, plan, _ = made
     (tmp_path / "second").mkdir()
     other = write_small_trace(tmp_path / "second", backward_s=0.03)
-    code, _, errors = run_text(capsys, "explain", plan, "--trace", other, "--machine", MACHINE, "--messages", "0")
+    code, _, errors = run_text(capsys, "explain", other, MACHINE, plan, "--messages", "0")
     assert code == 0 and "was made from another trace" in errors

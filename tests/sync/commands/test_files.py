@@ -40,12 +40,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["plan.json"]
 
 
-def test_other_ranks_write_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    files.write(str(tmp_path / "plan.json"), "text")
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("content", "code", "message"),
     [(None, 2, "there is no such file"), (b"\xff", 3, "codec can't decode"), (b"{", 3, "Expecting property name")],
@@ -54,7 +48,7 @@ def test_errors_of_reading_name_the_file_and_a_command(tmp_path, content, code, 
     path = tmp_path / "trace.json"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(CommandError, match=message) as raised, files.reading(str(path), "do this"):
+    with pytest.raises(CommandError, match=message) as raised, files.reading(str(path), "trace"):
         json.loads(Path(path).read_text())
     assert raised.value.code == code
-    assert str(raised.value).startswith(f"{path}: ") and str(raised.value).endswith("; do this")
+    assert str(raised.value).startswith(f"{path}: ") and str(raised.value).endswith(f"; {files.MAKE['trace']}")

@@ -53,8 +53,7 @@ def test_advice_not_to_compress(tmp_path, capsys):
     assert all(unit.in_place for unit in Plan.load(path).units)  # the plan is written; it averages exactly
 
 
-@pytest.mark.parametrize("verb", ["plan", "predict"])
-def test_a_plan_that_compresses_nothing_is_no_advice_to_compress(trace, tmp_path, capsys, monkeypatch, verb):
+def test_a_plan_that_compresses_nothing_is_no_advice_to_compress(trace, tmp_path, capsys, monkeypatch):
     """It may be faster than DDP's averages all the same, by more than predictions may be wrong by."""
     hierarchical = Option((Reduce(Level.INTRA), AllReduce(Level.INTER), Broadcast(Level.INTRA)))
 
@@ -64,22 +63,17 @@ def test_a_plan_that_compresses_nothing_is_no_advice_to_compress(trace, tmp_path
     monkeypatch.setitem(POLICIES, "auto", exact)
     for module in (choice, prediction):
         monkeypatch.setattr(module, "is_gain", lambda *arguments: True)
-    more = ["-o", str(tmp_path / "plan.json")] if verb == "plan" else ["--sweep", "bandwidth=1gbit,2gbit"]
-    code, shown, _ = run_text(capsys, verb, trace, SLOW, "--accuracy", "exact", *more)
+    arguments = ("plan", trace, SLOW, "--accuracy", "exact", "--sweep", "bandwidth=1gbit,2gbit")
+    code, shown, _ = run_text(capsys, *arguments, "-o", str(tmp_path / "plan.json"))
     assert code == 1 and "Compress with" not in shown
     advice = "Do not compress. The plan of auto compresses nothing either, and averages exactly in another way: a step "
     assert advice in shown and " times as fast." in shown
-    found = run_json(capsys, verb, trace, SLOW, "--accuracy", "exact")[1]
-    here = found if verb == "plan" else found["here"]
-    assert not here["pays"] and not here["compresses"]
-    if verb == "plan":
-        assert not Plan.load(tmp_path / "plan.json").units[1].in_place
-    else:
-        assert shown.count("do not compress; an exact plan pays") == 2
-        assert "Compression pays at no bandwidth" in shown and found["limit"] == {
-            "bandwidth_bit_per_s": None,
-            "always_pays": False,
-        }
+    found = run_json(capsys, *arguments)[1]
+    assert not found["pays"] and not found["compresses"]
+    assert not Plan.load(tmp_path / "plan.json").units[1].in_place
+    assert shown.count("do not compress; an exact plan pays") == 2
+    assert "Compression pays at no bandwidth" in shown
+    assert found["limit"] == {"bandwidth_bit_per_s": None, "always_pays": False}
 
 
 def test_a_policy_that_loses_is_not_advised(trace, capsys):

@@ -36,11 +36,11 @@ def commands_with(files, kind):
     """The command lines that read a file of a kind, each with a file to write."""
     trace, machine, plan = files["trace"], files["machine"], files["plan"]
     out = str(Path(trace).with_name("out"))
-    explain = ["explain", plan, "--trace", trace, "--machine", machine, "--messages", "0", "--perfetto", out]
+    explain = ["explain", trace, machine, plan, "--messages", "0", "--perfetto", out]
     if kind == "plan":
         return [explain]
     quick = ["--policy", "all:Cast16", "-o", out]
-    return [["plan", trace, machine, *quick], ["predict", trace, machine, *quick], explain]
+    return [["plan", trace, machine, *quick], ["plan", trace, machine, *quick, "--sweep"], explain]
 
 
 def check_refused(files, kind, capsys, codes):
@@ -87,11 +87,12 @@ def test_a_file_of_another_kind(files, kind, other, capsys):
     ("arguments", "given", "expected", "code"),
     [
         (("plan", "espresso-pcie", "lstm"), "espresso-pcie: is a machine", "a trace is", 2),
-        (("predict", "bert", "bert"), "bert: is a trace", "a machine is", 2),
-        (("explain", "bert", "--trace", "bert", "--machine", MACHINE), "bert: is a trace", "a plan is", 2),
+        (("plan", "bert", "bert"), "bert: is a trace", "a machine is", 2),
+        (("explain", "bert", MACHINE, "bert"), "bert: is a trace", "a plan is", 2),
         (("plan", "{plan}", "{machine}"), "plan.json: is a plan", "a trace is", 3),
         (("plan", "{trace}", "{trace}"), "small.trace.json: is a trace", "a machine is", 3),
-        (("explain", "{machine}", "--trace", "bert", "--machine", MACHINE), "machine.json: is a machine", "a plan", 3),
+        (("explain", "{plan}", "bert", MACHINE), "plan.json: is a plan", "a trace is", 3),
+        (("explain", "bert", MACHINE, "{machine}"), "machine.json: is a machine", "a plan", 3),
     ],
 )
 def test_swapped_arguments_are_told_apart(files, capsys, arguments, given, expected, code):
@@ -129,7 +130,7 @@ def test_a_plan_for_ddp_is_refused_with_the_trace_of_another_model(files, capsys
     trace = write_small_trace(Path(files["trace"]).parent, buckets=True)
     made = run_text(capsys, "plan", trace, files["machine"], "--policy", "all", "-o", files["plan"])
     assert made[0] == 0
-    explain = ("explain", files["plan"], "--trace", "lstm", "--machine", files["machine"])
+    explain = ("explain", "lstm", files["machine"], files["plan"])
     code, _, errors = run_text(capsys, *explain)
     assert code == 3 and errors.startswith(f"gckernels explain: {files['plan']}: ") and "not in the plan" in errors
 
@@ -146,13 +147,13 @@ def test_no_result_replaces_a_file_that_is_read_or_another_result(files, capsys)
     folder = Path(trace).parent
     (folder / "link").symlink_to(trace)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    explain, twice = ["explain", plan, "--trace", trace, "--machine", machine], str(folder / "twice")
+    explain, twice = ["explain", trace, machine, plan], str(folder / "twice")
     for arguments, reason in (
         (["plan", trace, machine, "-o", trace], f"{trace}: would replace a file that is read; name another file"),
-        (["predict", trace, machine, "-o", str(folder / "link")], "would replace a file"),
+        (["plan", trace, machine, "-o", str(folder / "link"), "--sweep"], "would replace a file"),
         ([*explain, "--perfetto", plan], "would replace a file"),
-        ([*explain, "-o", twice, "--perfetto", twice], f"{twice}: two results cannot be written to one file"),
-        ([*explain, "-o", "-", "--perfetto", "-"], "two results"),
+        ([*explain, "--png", twice, "--perfetto", twice], f"{twice}: two results cannot be written to one file"),
+        ([*explain, "--png", "-", "--perfetto", "-"], "two results"),
         (["trace", trace, "-o", trace], "would replace a file"),
     ):
         code, shown, errors = run_text(capsys, *arguments)

@@ -1,12 +1,11 @@
-"""``gckernels predict`` sweeps, and finds the bandwidth up to which compression pays and the ratio that is enough."""
+"""``gckernels plan --sweep`` finds where compression pays: over sweeps, up to which bandwidth, and with which ratio."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 
 from command_files import run_json, run_text, small_trace, write_small_trace
+from gckernels.sync import Plan
 from gckernels.sync.commands.common.outcome import CommandError
 from gckernels.sync.commands.studies import crossover, sweeps
 from gckernels.sync.planner.machines.files import load_machine
@@ -23,13 +22,14 @@ def trace(tmp_path):
 
 def test_sweeps_in_text_json_and_picture(trace, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    results, picture = tmp_path / "results.json", tmp_path / "sweeps.png"
+    plan, picture = tmp_path / "plan.json", tmp_path / "sweeps.png"
     sweep = ("--sweep", "bandwidth=100mbit:100gbit", "machines=2,4", "batch=1,100", "encode=1,2")
-    arguments = ("predict", trace, MACHINE, *sweep, *QUICK)
-    code, shown, errors = run_text(capsys, *arguments, "-o", str(results), "--png", str(picture))
+    arguments = ("plan", trace, MACHINE, *sweep, *QUICK)
+    code, shown, errors = run_text(capsys, *arguments, "-o", str(plan), "--png", str(picture))
     assert code == 0 and errors.count("is written") == 2 and picture.stat().st_size > 10_000
+    assert Plan.load(plan).prediction.policy == QUICK[1]
     assert "100 Mbit/s" in shown and "do not compress" in shown
-    found = json.loads(results.read_text())
+    _, found = run_json(capsys, *arguments)
     by_name = {each["name"]: each for each in found["sweeps"]}
     steps = [point["none_s"] for point in by_name["bandwidth"]["points"]]
     assert len(steps) == 10 and steps == sorted(steps, reverse=True)
@@ -41,24 +41,24 @@ def test_sweeps_in_text_json_and_picture(trace, tmp_path, capsys):
 
 
 def test_the_limit_is_where_the_advice_turns(trace, capsys):
-    _, found = run_json(capsys, "predict", trace, MACHINE, *QUICK)
+    _, found = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep")
     limit = found["limit"]["bandwidth_bit_per_s"]
     ends = f"bandwidth={limit / 1.03 / 1e9:.6f}gbit,{limit * 1.05 / 1e9:.6f}gbit"
-    _, around = run_json(capsys, "predict", trace, MACHINE, *QUICK, "--sweep", ends)
+    _, around = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep", ends)
     assert [point["pays"] for point in around["sweeps"][0]["points"]] == [True, False]
 
 
 def test_enough_is_enough(trace, capsys):
     """A machine with links that are faster by the ratio needs no compression."""
-    _, found = run_json(capsys, "predict", trace, MACHINE, *QUICK)
+    _, found = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep")
     enough = found["enough"]
     assert enough["ratio"] > 1 and enough["step_s"] <= crossover.NEAR * enough["least_s"]
-    _, faster = run_json(capsys, "predict", trace, "h100-400gbit", *QUICK)
+    _, faster = run_json(capsys, "plan", trace, "h100-400gbit", *QUICK, "--sweep")
     assert faster["enough"]["ratio"] < enough["ratio"]
 
 
 def test_closed_forms_stand_beside_the_timeline(trace, capsys):
-    _, found = run_json(capsys, "predict", trace, MACHINE, *QUICK)
+    _, found = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep")
     rows = {row["name"]: row for row in found["closed_forms"]}
     assert {"none", "Cast16", "BlockQuant(bits=4)"} <= set(rows)
     for row in rows.values():
@@ -68,7 +68,9 @@ def test_closed_forms_stand_beside_the_timeline(trace, capsys):
 
 def test_the_closed_form_of_low_rank_methods(trace, capsys):
     """Two reductions of a factor each, after backward: on a slow link as long as on the timeline."""
-    _, found = run_json(capsys, "predict", trace, MACHINE, "--policy", "none", "--compressors", "PowerSGD(rank=2)")
+    _, found = run_json(
+        capsys, "plan", trace, MACHINE, "--sweep", "--policy", "none", "--compressors", "PowerSGD(rank=2)"
+    )
     row = found["closed_forms"][1]
     assert row["name"] == "PowerSGD(rank=2)"
     assert 0 < row["closed_form_s"] < found["closed_forms"][0]["closed_form_s"]
@@ -78,13 +80,14 @@ def test_the_closed_form_of_low_rank_methods(trace, capsys):
 def test_no_closed_form_hides_encoding(tmp_path, capsys):
     """With a long backward, the timeline hides what the closed forms add."""
     trace = write_small_trace(tmp_path, backward_s=0.2, buckets=True)
-    _, found = run_json(capsys, "predict", trace, MACHINE, *QUICK)
+    _, found = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep")
     row = next(row for row in found["closed_forms"] if row["name"] == "BlockQuant")
-    assert row["closed_form_s"] > row["timeline_s"] and "hides" in row["why"]
+    assert row["closed_form_s"] > row["timeline_s"] and "hidden" in row["why"]
 
 
 def test_it_does_not_pay_here(tmp_path, capsys):
-    code, shown, _ = run_text(capsys, "predict", write_small_trace(tmp_path, backward_s=1.0), "h100-400gbit", *QUICK)
+    trace = write_small_trace(tmp_path, backward_s=1.0)
+    code, shown, _ = run_text(capsys, "plan", trace, "h100-400gbit", *QUICK, "--sweep")
     assert code == 1 and "Do not compress" in shown and "No ratio of compression is needed here" in shown
 
 
@@ -96,7 +99,7 @@ def test_a_limit_is_found_with_few_searches():
         return bandwidth < 3e9
 
     found = crossover.bandwidth_limit(lambda bandwidth: bandwidth < 1e9 or bandwidth in searched, found_at)
-    assert 1e9 / crossover.EXACT <= found.bit_per_s <= 1e9 * crossover.EXACT**8
+    assert 1e9 / crossover.EXACT <= found.bandwidth_bit_per_s <= 1e9 * crossover.EXACT**8
     assert len(searched) <= 6
 
 
@@ -124,7 +127,7 @@ def test_values_of_a_range():
 def test_wrong_sweeps_are_refused(text, trace, capsys):
     with pytest.raises(CommandError):
         sweeps.sweep_from(text)
-    code, _, errors = run_text(capsys, "predict", trace, MACHINE, "--sweep", text)
+    code, _, errors = run_text(capsys, "plan", trace, MACHINE, "--sweep", text)
     assert code == 2 and "--sweep" in errors
 
 
