@@ -1,4 +1,4 @@
-"""The verb ``compressors``: a table of all compressors."""
+"""The verb ``compressors``: a table of compressors, and the functions that are generated for one."""
 
 from __future__ import annotations
 
@@ -8,46 +8,61 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gckernels
+from gckernels.toolkit.quantizer import MapQuantizer
+from gckernels.toolkit.quantizer.generated import triton_source
+from gckernels.toolkit.quantizer.host import c_source
 
 from .common.console import Console
 from .common.files import add_outputs
-from .common.outcome import Outcome
+from .common.outcome import Outcome, wrong_use
 from .common.tables import table
 
 _REFERENCE_SHAPE = (1024, 1024)
+_ALL = "gckernels compressors lists all compressors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``gckernels compressors``."""
     parser.description = (
-        "List the compressors with their defaults: the bytes per element that each sends for a 1024 x 1024 matrix, "
-        "whether it needs error feedback, and whether its payloads can be summed."
+        "List the compressors with their defaults, or one compressor: the bytes per element that each sends for a "
+        "1024 x 1024 matrix, whether it needs error feedback, and whether its payloads can be summed. Or print the "
+        "functions that are generated for a quantiser."
     )
+    parser.add_argument("spec", nargs="?", metavar="SPEC", help="a compressor, such as EFSignSGD or 'QSGD(levels=3)'")
+    language = parser.add_mutually_exclusive_group()
+    language.add_argument("--triton", action="store_true", help="print the functions that its kernels call")
+    language.add_argument("--c", action="store_true", help="print the functions of its host path")
     add_outputs(parser)
 
 
 def run(given: argparse.Namespace, console: Console) -> Outcome:
-    """Make the table."""
-    records = compressors()
-    return Outcome(compressors_table(records), records)
+    """Make the table, or generate the functions."""
+    if given.spec is None:
+        if given.triton or given.c:
+            raise wrong_use("--triton and --c print the functions of a compressor, and none is named", _ALL)
+        records = [record_of(gckernels.from_spec(name)) for name in sorted(gckernels.COMPRESSORS)]
+        return Outcome(compressors_table(records), records)
+    try:
+        method = gckernels.from_spec(given.spec)
+        if given.triton or given.c:
+            text = generated_source(method, triton=given.triton)
+            record = {"compressor": given.spec, "language": "triton" if given.triton else "c", "source": text}
+            return Outcome(text.removesuffix("\n"), record)
+    except (TypeError, ValueError) as error:
+        raise wrong_use(error, _ALL) from None
+    return Outcome(compressors_table([record_of(method)]), [record_of(method)])
 
 
-def compressors() -> list[dict[str, Any]]:
-    """All methods with their default settings, as records of JSON values."""
-    numel = math.prod(_REFERENCE_SHAPE)
-    records = []
-    for name in sorted(gckernels.COMPRESSORS):
-        method = gckernels.from_spec(name)
-        fitted = method.fit(_REFERENCE_SHAPE)
-        nbytes = sum(fitted.round_nbytes(numel, index) for index in range(fitted.rounds))
-        traits = method.traits
-        record = {"compressor": str(method), "nbytes_per_element": nbytes / numel}
-        records.append(record | {"needs_feedback": traits.needs_feedback, "summable": traits.summable})
-    return records
+def record_of(method: gckernels.Compressor) -> dict[str, Any]:
+    """The row of a compressor, as JSON values."""
+    numel, fitted, traits = math.prod(_REFERENCE_SHAPE), method.fit(_REFERENCE_SHAPE), method.traits
+    nbytes = sum(fitted.round_nbytes(numel, index) for index in range(fitted.rounds))
+    record = {"compressor": str(method), "nbytes_per_element": nbytes / numel}
+    return record | {"needs_feedback": traits.needs_feedback, "summable": traits.summable}
 
 
 def compressors_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table of methods, one line each."""
+    """A table of compressors, one line each."""
     rows = [
         (
             each["compressor"],
@@ -58,3 +73,15 @@ def compressors_table(records: Sequence[Mapping[str, Any]]) -> str:
         for each in records
     ]
     return table(("compressor", "bytes/element", "feedback", "summable"), rows, left=(0, 2, 3))
+
+
+def generated_source(method: gckernels.Compressor, *, triton: bool) -> str:
+    """The functions that are generated for a quantiser, in Triton or in C.
+
+    Raises:
+        ValueError: ``method`` is no quantiser.
+        TypeError: one of its functions has no form in that language.
+    """
+    if not isinstance(method, MapQuantizer):
+        raise ValueError(f"{method.name} has no generated functions: its kernels and its host path are written by hand")
+    return triton_source(method) if triton else c_source(method)

@@ -25,8 +25,7 @@ VERBS: Mapping[str, str] = {
     "plan": "choose a plan for a model on a machine, and say whether it pays, here and elsewhere",
     "explain": "say why a plan takes as long as it does, and what its choices are worth",
     "lab": "run a script on throttled links between network namespaces",
-    "compressors": "list the compressors with their defaults",
-    "show": "print the functions that are generated for a quantiser",
+    "compressors": "list the compressors with their defaults, or print the functions that are generated for one",
 }
 """The verbs and what each does, in the order of a new user's needs. ``sync/commands/VERB.py`` implements it."""
 _EXIT_CODES = "exit codes: 0 done, and it pays; 1 it does not pay; 2 wrong use; 3 data that is not good enough"

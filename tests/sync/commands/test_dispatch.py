@@ -81,7 +81,7 @@ def test_every_verb_has_help(name, capsys):
     [
         ([], "arguments are required: VERB; gckernels --help"),
         (["plann"], "invalid choice: 'plann'"),
-        (["show"], "gckernels show: "),
+        (["plan"], "gckernels plan: "),
         (["compressors", "--what"], "unrecognized arguments: --what"),
     ],
 )
