@@ -61,8 +61,8 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
             raise wrong_use(f"--frontend {given.frontend}: {made_for}", "leave it out")
         given.frontend = plan.made_for.value
     problem, caveats = problem_of(given, trace, machine)
+    timelines = {path: _timeline(problem, given.machine, path, each) for path, each in plans.items()}
     with refusing(given.machine, MAKE["machine"], MachineError):
-        timelines = {path: _timeline(problem, path, each) for path, each in plans.items()}
         found = explain(problem, plan, given.messages, given.unit, console.progress)
     band, memory = Band.of(machine, trace), PlanMemory.of(problem, plan)
     lines, record = [text(given.plan, found, band, given.unit)], found.record()
@@ -88,17 +88,13 @@ def _plan_for(trace: ModelTrace, path: str) -> Plan:
     return plan
 
 
-def _timeline(problem: Problem, path: str, plan: Plan) -> Timeline:
+def _timeline(problem: Problem, machine: str, path: str, plan: Plan) -> Timeline:
     """The timeline of a plan, which is refused if it is for another topology, or if its programs do not work there."""
     if plan.topology not in (None, problem.topology):
         has = f"{problem.machine.name} has {_ranks(problem.topology)}"
         raise bad_data(f"{path}: the plan is for {_ranks(plan.topology)}, and {has}", MAKE["plan"])
-    try:
+    with refusing(path, MAKE["plan"]), refusing(machine, MAKE["machine"], MachineError):
         return judged(problem, plan)
-    except MachineError:
-        raise
-    except ValueError as error:
-        raise bad_data(f"{path}: {error}", MAKE["plan"]) from None
 
 
 def _ranks(topology: Topology) -> str:

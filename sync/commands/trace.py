@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import math
 import sys
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -74,8 +75,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     """
     for option, value, least in (("--steps", given.steps, 1), ("--warmup", given.warmup, 0)):
         if value < least:
-            must = f"{option} must be an integer from {least} up, got {value}"
-            raise wrong_use(must, "gckernels trace --help lists the arguments")
+            raise wrong_use(f"{option} must be an integer from {least} up, got {value}", "leave it out")
     compressors = None if given.compressors is None else methods_of(given.compressors)
     _check_script(given.script, given.module)
     begin = partial(trace_model, steps=given.steps, warmup=given.warmup, compressors=compressors, name=given.name)
@@ -129,7 +129,7 @@ def summary(trace: ModelTrace) -> str:
     if errors:
         safe, aggressive = (_counts(trace, accuracy) for accuracy in ("safe", "aggressive"))
         cells = [
-            (spec, three_digits(error), str(safe.get(name, 0)), str(aggressive.get(name, 0)))
+            (spec, three_digits(error), str(safe[name]), str(aggressive[name]))
             for spec, error in errors.items()
             for name in [str(gckernels.from_spec(spec))]
         ]
@@ -165,11 +165,7 @@ def measured_errors(trace: ModelTrace) -> dict[str, float]:
     return dict(sorted(errors.items(), key=lambda item: item[1]))
 
 
-def _counts(trace: ModelTrace, accuracy: str) -> dict[str, int]:
+def _counts(trace: ModelTrace, accuracy: str) -> Counter[str]:
     """How many tensors may use each compressor, by its spec."""
-    counts: dict[str, int] = {}
-    for methods in allowed_compressors(trace, accuracy).values():
-        for method in methods:
-            spec = str(unfitted(method))
-            counts[spec] = counts.get(spec, 0) + 1
-    return counts
+    allowed = allowed_compressors(trace, accuracy).values()
+    return Counter(str(unfitted(method)) for methods in allowed for method in methods)
