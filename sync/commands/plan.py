@@ -25,7 +25,7 @@ from .common.inputs import (
     why_unusable,
 )
 from .common.outcome import CommandError, Exit, Outcome, refusing, wrong_use
-from .studies.advice import Prediction
+from .studies.advice import Advice
 from .studies.prediction import predict
 from .studies.sweeps import sweep_from
 from .texts.pictures import draw_sweeps
@@ -84,7 +84,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         refusing(given.trace, MAKE["trace"], PlanError),
         refusing(given.machine, MAKE["machine"], MachineError),
     ):
-        here = Prediction.of(problem, _chosen(problem, given.policy))
+        here = Advice.of(problem, _chosen(problem, given.policy))
         elsewhere = None if given.sweep is None else predict(problem, here, sweeps, console.progress)
     plan = replace(here.choice.plan, start_step=first_step)
     files: dict[str | None, str | bytes] = {given.output: json.dumps(plan.to_json(), indent=1) + "\n"}

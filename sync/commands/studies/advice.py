@@ -19,7 +19,7 @@ NOTHING_EXPOSED = 0.02
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Advice:
     """The plan of a policy, and whether it pays.
 
     Attributes:
@@ -33,9 +33,9 @@ class Prediction:
     memory: PlanMemory
 
     @staticmethod
-    def of(problem: Problem, choice: Choice) -> Prediction:
+    def of(problem: Problem, choice: Choice) -> Advice:
         """The prediction for a chosen plan of a problem."""
-        return Prediction(choice, Band.of(problem.machine, problem.trace), PlanMemory.of(problem, choice.plan))
+        return Advice(choice, Band.of(problem.machine, problem.trace), PlanMemory.of(problem, choice.plan))
 
     @property
     def compresses(self) -> bool:
@@ -54,7 +54,7 @@ class Prediction:
         return self.choice.none.step_s / self.choice.row.step_s if self.choice.row.step_s else 1.0
 
     @property
-    def short_advice(self) -> str:
+    def short(self) -> str:
         """The advice in a few words."""
         if self.pays:
             return "free codecs would pay" if self.choice.is_limit else "compress"
@@ -63,7 +63,7 @@ class Prediction:
         return f"{DO_NOT}; an exact plan pays" if self.choice.pays else DO_NOT
 
     @property
-    def advice(self) -> str:
+    def text(self) -> str:
         """The advice as sentences."""
         choice, band, memory = self.choice, self.band, self.memory
         step_s, none_s = choice.row.step_s, choice.none.step_s

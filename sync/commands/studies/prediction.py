@@ -14,7 +14,7 @@ from ...planner.search.significance import is_gain
 from ...planner.timeline.pricing import Pricer
 from ...planner.timeline.timeline import timeline
 from ...traces.model_trace import ModelTrace
-from .advice import Prediction
+from .advice import Advice
 from .closed_form_rows import ClosedFormRow, closed_form_rows
 from .crossover import BandwidthLimit, EnoughRatio, bandwidth_limit, enough_ratio
 from .sweeps import Sweep
@@ -27,7 +27,7 @@ class SweepResult:
     """A sweep with the predictions for its values."""
 
     sweep: Sweep
-    points: tuple[Prediction, ...]
+    points: tuple[Advice, ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Elsewhere:
 
 def predict(
     problem: Problem,
-    here: Prediction,
+    here: Advice,
     sweeps: Sequence[Sweep],
     progress: Callable[[float, str], None] = lambda share, text: None,
 ) -> Elsewhere:
@@ -85,13 +85,13 @@ def predict(
     total, done = sum(len(sweep.values) for sweep in sweeps) + _LIMIT_SEARCHES, 0
     known = [here]  # for the trace and the topology of the problem
 
-    def predicted(trace: ModelTrace, machine: Machine, what: str) -> Prediction:
+    def predicted(trace: ModelTrace, machine: Machine, what: str) -> Advice:
         nonlocal done
         progress(min(done / total, 1.0), what)
         done += 1
         pricer = problem.pricer if machine is problem.machine else Pricer(machine)  # prices of messages are kept
         other = replace(problem, trace=trace, pricer=pricer)
-        found = Prediction.of(other, choose(other, here.choice.policy, compared=()))
+        found = Advice.of(other, choose(other, here.choice.policy, compared=()))
         if machine.topology == problem.topology:
             known.append(found)
         return found

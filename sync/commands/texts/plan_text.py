@@ -13,7 +13,7 @@ from ...plans.plan import Frontend
 from ..common.caveats import Caveats
 from ..common.error_bars import Band
 from ..common.tables import table
-from ..studies.advice import Prediction
+from ..studies.advice import Advice
 from ..studies.closed_form_rows import ClosedFormRow
 from ..studies.crossover import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
 from ..studies.prediction import Elsewhere, SweepResult
@@ -22,7 +22,7 @@ from ..studies.sweeps import software_limit
 _FRONTENDS = {Frontend.DDP: "a DDP model's buckets", Frontend.MODULE: "a bare module"}
 
 
-def text(problem: Problem, caveats: Caveats, here: Prediction, elsewhere: Elsewhere | None) -> str:
+def text(problem: Problem, caveats: Caveats, here: Advice, elsewhere: Elsewhere | None) -> str:
     """Everything that ``gckernels plan`` says."""
     choice, band = here.choice, here.band
     lines = [
@@ -36,7 +36,7 @@ def text(problem: Problem, caveats: Caveats, here: Prediction, elsewhere: Elsewh
     if elsewhere is not None:
         lines += _elsewhere_lines(problem, here, elsewhere)
     units = f"{plural(len(choice.plan.units), 'unit')}: {summary_of(choice.plan, problem.topology.world_size)}"
-    return "\n".join([*lines, f"The plan of {choice.policy} has {units}.", here.memory.line(), here.advice])
+    return "\n".join([*lines, f"The plan of {choice.policy} has {units}.", here.memory.line(), here.text])
 
 
 def _head(problem: Problem) -> str:
@@ -96,7 +96,7 @@ def _policies_table(choice: Choice, band: Band) -> str:
 # -------------------------------------------------------------------- elsewhere
 
 
-def _elsewhere_lines(problem: Problem, here: Prediction, found: Elsewhere) -> list[str]:
+def _elsewhere_lines(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
     """A table for each sweep, sentences about limits, and the closed forms, with empty lines behind them."""
     lines = []
     for result in found.sweeps:
@@ -115,14 +115,14 @@ def _sweep_table(result: SweepResult) -> str:
             duration(point.choice.none.step_s),
             duration(point.choice.row.step_s),
             f"{point.gain:.2f}",
-            point.short_advice,
+            point.short,
         )
         for value, point in zip(result.sweep.values, result.points, strict=True)
     ]
     return table((result.sweep.name, "none", "best", "vs none", "advice"), rows, left=(4,))
 
 
-def _limits(problem: Problem, here: Prediction, found: Elsewhere) -> list[str]:
+def _limits(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
     """Sentences about the bandwidth up to which compression pays, and about the ratio that would be enough."""
     if found.limit is None or found.enough is None:
         return ["One rank sends nothing, so there is nothing to compress."]
@@ -159,7 +159,7 @@ def _closed_forms_table(rows: tuple[ClosedFormRow, ...]) -> str:
 # -------------------------------------------------------------------- JSON
 
 
-def record(problem: Problem, here: Prediction, elsewhere: Elsewhere | None) -> dict[str, Any]:
+def record(problem: Problem, here: Advice, elsewhere: Elsewhere | None) -> dict[str, Any]:
     """The choice as JSON; times are in seconds."""
     columns = ("policy", "step_s", "exposed_s", "error", "found_s")
     found = {
@@ -169,7 +169,7 @@ def record(problem: Problem, here: Prediction, elsewhere: Elsewhere | None) -> d
         "frontend": problem.frontend.value,
         "allowed": list(map(short_spec, problem.compressors)),
         "assumed_errors": _assumed_errors(problem),
-        "advice": here.advice,
+        "advice": here.text,
         "policies": [{name: getattr(row, name) for name in columns} for row in here.choice.rows],
     }
     return found | here.record() | ({} if elsewhere is None else elsewhere.record())
