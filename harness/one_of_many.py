@@ -13,8 +13,8 @@ import torch.distributed as dist
 from gckernels import sync
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine import runtime
+from gckernels.sync.frontends.members import Members
 from gckernels.sync.frontends.module.layouts import Layouts
-from gckernels.sync.frontends.module.members import Members
 from gckernels.sync.messages.message import Message
 
 

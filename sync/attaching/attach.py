@@ -14,7 +14,7 @@ from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.ddp import ddp_checks
 from ..frontends.ddp.ddp_frontend import DdpFrontend
-from ..frontends.frontend import FrontendProtocol
+from ..frontends.frontend import ModelFrontend
 from ..frontends.module import module_checks
 from ..frontends.module.module_checks import ModuleOptions
 from ..frontends.module.module_frontend import ModuleFrontend
@@ -140,7 +140,7 @@ def attach(
 
     agreed_plan = agreed("attach", request.group, device, check)
     end_spent(model)
-    frontend: FrontendProtocol
+    frontend: ModelFrontend
     if isinstance(model, DistributedDataParallel):
         frontend = DdpFrontend(model, agreed_plan, request)
     else:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from ..communication.agreement import agreed
 from ..engine.recorded_step import RecordedStep
-from ..engine.runtime import Runtime
 from ..frontends.changes import PlanChanges
 from ..frontends.checks.caller_modes import outside_inference_mode
-from ..frontends.frontend import FrontendCalls, FrontendProtocol
+from ..frontends.frontend import FrontendCalls, ModelFrontend
 from ..frontends.listeners import Listeners
-from ..frontends.optimizers import OptimizerWatches
-from ..frontends.ownership import Claim
 from ..frontends.parking import Parking
 from ..frontends.request import Request
 from ..plans.json_files import write_whole
@@ -37,7 +31,7 @@ from .saving import SavedTraining
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from ..frontends.checkpoint import Checkpoint
+    from .checkpoint import Checkpoint
 
 
 class Attachment:
@@ -46,20 +40,15 @@ class Attachment:
     The model keeps it, and it ends when the model is gone.
     """
 
-    def __init__(self, frontend: FrontendProtocol, request: Request) -> None:
-        self._frontend, self._optimizers = frontend, OptimizerWatches(request.enabled_scaler)
+    def __init__(self, frontend: ModelFrontend, request: Request) -> None:
+        self._frontend, self._figures = frontend, Figures(frontend)
         self._listeners = Listeners(frontend.follow_steps)
-        self._figures = Figures(frontend)
         self._parking = Parking(frontend, request, self._listeners)
-        self._changes = PlanChanges(frontend, request, self._parking, self._optimizers)
-        self._tuning: Tuning | None = None
+        self._changes = PlanChanges(frontend, request, self._parking)
         self._saved = SavedTraining(frontend, self._parking, self._changes, self._figures)
-        self._has_dropped = False  # a discarded step has dropped residuals
-        self._optimizers.watch(self.plan, frontend.parameters())
-        self._claim = Claim(frontend.parameters().values(), self, frontend.modules)
         try:
-            calls = (self._end_step, self._end_step_without_inputs, self._meet_uneven_steps, self._parking.deliver)
-            frontend.open(FrontendCalls(*calls, close=self.close))
+            calls = FrontendCalls(self._end_step, self._meet_uneven_steps, self._parking.deliver, self.close)
+            frontend.open(calls)
         except BaseException:  # DDP has reasons that no check knows
             self.close()
             raise
@@ -68,11 +57,12 @@ class Attachment:
         """Find plans while the model is trained. If that cannot begin, close the attachment and raise."""
         training = TunedTraining(self._frontend, self._changes, self._figures, self._listeners)
         try:
-            self._tuning = Tuning(training, self._changes, model, auto, start_step, proposers_of(auto, training))
+            proposers = proposers_of(auto, training)
+            self._saved.tuning = Tuning(training, self._changes, model, auto, start_step, proposers)
+            self._saved.adopts_plans = True
         except BaseException:
             self.close()
             raise
-        self._saved.with_tuning(self._tuning)
 
     __create_write_items__ = refuse_to_be_deeper
 
@@ -84,43 +74,23 @@ class Attachment:
         a hook, which averages as DDP does; so it does if a release of torch lacks a private function of DDP that torch
         2.11 to 2.15 have.
         """
-        if self._tuning is not None:
-            self._tuning.close()
-        self._changes.abandon()
-        self._claim.release()
-        self._optimizers.close()
+        if (tuning := self._saved.tuning) is not None:
+            tuning.close()
+        self._changes.close()
         self._frontend.close()
         self._parking.close()
 
-    # ---------------------------------------------------------------- what its front end calls
-
-    def _end_step(self) -> None:
+    def _end_step(self, has_inputs: bool) -> None:
         """Note the end of a step, continue a change of the plan, and call the listeners. All ranks are here
         together."""
         self._figures.end_step()
-        if self._frontend.runtime.changed_residuals:
-            self._optimizers.synchronised()
-        self._changes.end_step()
-        for listener in self._listeners.functions:
+        self._changes.end_step(has_inputs)
+        for listener in self._listeners.functions if has_inputs else ():
             listener()
 
-    def _end_step_without_inputs(self) -> None:
-        self._figures.end_step()
-        self._changes.end_step()
-
     def _meet_uneven_steps(self, may_abandon: bool) -> None:
-        if self._tuning is not None:
-            self._tuning.meet_uneven_steps(may_abandon)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether another attachment may take its place, because ``destroy_process_group`` has ended its process group,
-        or a bare module has other parameters now. Then a new one closes this one, which nobody may have kept."""
-        try:
-            dist.get_rank(self._frontend.group)
-        except (RuntimeError, ValueError):
-            return True
-        return self._frontend.is_outdated
+        if (tuning := self._saved.tuning) is not None:
+            tuning.meet_uneven_steps(may_abandon)
 
     # ---------------------------------------------------------------- the plan
 
@@ -157,8 +127,8 @@ class Attachment:
                 what it needs, or something failed before. Every rank raises.
         """
         agreed_plan = self._changes.agreed(plan)
-        if self._tuning is not None:
-            self._tuning.give(agreed_plan)
+        if (tuning := self._saved.tuning) is not None:
+            tuning.give(agreed_plan)
         self._changes.follow(agreed_plan)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -180,12 +150,10 @@ class Attachment:
         """Call ``listener`` no more; without effect if it is not called."""
         self._listeners.remove(listener)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which gradients are accumulated without being synchronised; the first backward outside
         synchronises the sum. For a DDP model it is that of the model."""
-        with self._frontend.no_sync():
-            yield
+        return self._frontend.no_sync()
 
     @contextlib.contextmanager
     def exact(self) -> Iterator[None]:
@@ -209,25 +177,7 @@ class Attachment:
         Raises:
             RuntimeError: it is closed, or something failed before, or a rank has done other steps. Every rank raises.
         """
-        frontend = self._frontend
-
-        def check() -> tuple[Runtime, list[str]]:
-            if not frontend.is_open:
-                raise RuntimeError("discard_step: it is closed")
-            if (problem := frontend.runtime.problem) is not None:
-                raise problem
-            return frontend.runtime, [f"step {frontend.runtime.step}"]
-
-        runtime = agreed("discard_step", frontend.group, frontend.device, check)
-        self._optimizers.forget_step()
-        is_lost = [runtime.discard_step(), self._parking.discard_step()]
-        if any(is_lost) and not self._has_dropped:
-            self._has_dropped = True
-            warnings.warn(
-                "gckernels: discard_step has dropped the residuals, because there is no copy of them from before the "
-                "step; with can_discard=True in gckernels.sync.attach they become what they were",
-                stacklevel=2,
-            )
+        self._changes.discard_step()
 
     # ---------------------------------------------------------------- figures
 
@@ -235,21 +185,21 @@ class Attachment:
     def steps(self) -> int:
         """The number of synchronised steps, with those of the job that was continued from a checkpoint; while a plan
         compresses nothing under DDP, only steps with listeners count."""
-        return self._figures.steps
+        return self._figures.journal.step
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """The decisions about the plan so far, oldest first."""
-        return self._figures.decisions
+        return tuple(self._figures.journal.decisions)
 
     @property
     def samples(self) -> tuple[Sample, ...]:
         """Figures of this rank's steps, oldest first: one sample every 100 steps, and every 10 during the first 100."""
-        return self._figures.samples
+        return self._figures.journal.samples
 
     def record_next_step(self) -> None:
         """Record the stages of the next step on this rank, for :attr:`recorded_step`."""
-        self._figures.record_next_step()
+        self._frontend.runtime.tracer.ask()
 
     @property
     def recorded_step(self) -> RecordedStep | None:
@@ -257,7 +207,7 @@ class Attachment:
         that follows another, and those that :meth:`record_next_step` asks for; ``None`` before the first. Steps that
         DDP averages without a hook have no stages, and are not recorded. Its ``plan_fingerprint`` says whether the plan
         that runs now has made it."""
-        return self._figures.recorded_step
+        return self._frontend.runtime.tracer.last
 
     def sent_nbytes_per_step(self) -> float:
         """The mean number of bytes that this rank has sent per compressed step of the plan; 0 before the first.
@@ -367,6 +317,6 @@ class Attachment:
         Raises:
             TypeError: an argument has another type.
         """
-        from ..frontends.checkpoint import Checkpoint  # late, because importing DTensor takes half a second
+        from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
 
         return Checkpoint(self._saved, reads, key)

@@ -8,7 +8,7 @@ from typing import Any
 from ..communication.agreement import agreed
 from ..engine.runtime import Runtime
 from ..frontends.changes import PlanChanges
-from ..frontends.frontend import FrontendProtocol
+from ..frontends.frontend import ModelFrontend
 from ..frontends.parking import Parking
 from ..plans.plan import Plan
 from ..states.jobs import Job
@@ -25,18 +25,15 @@ class SavedTraining:
         frontend, parking, changes, figures: the parts of the attachment.
 
     Attributes:
+        tuning: finds the plans, if none was given.
         adopts_plans: whether the plan of a saved job runs when that is loaded, as with a tuning; then loading is
             collective.
     """
 
-    def __init__(self, frontend: FrontendProtocol, parking: Parking, changes: PlanChanges, figures: Figures) -> None:
+    def __init__(self, frontend: ModelFrontend, parking: Parking, changes: PlanChanges, figures: Figures) -> None:
         self._frontend, self.parking, self._changes, self._figures = frontend, parking, changes, figures
-        self._tuning: Tuning | None = None
+        self.tuning: Tuning | None = None
         self.adopts_plans = False
-
-    def with_tuning(self, tuning: Tuning) -> None:
-        """Save and load a tuning as well, which finds the plans."""
-        self._tuning, self.adopts_plans = tuning, True
 
     @property
     def runtime(self) -> Runtime:
@@ -67,12 +64,12 @@ class SavedTraining:
     def adopt(self, saved: Plan) -> None:
         """Let the plan of a saved job run at once, because its residuals are loaded next. Collective."""
         self._changes.adopt(saved)
-        if self._tuning is not None:
-            self._tuning.adopted()
+        if self.tuning is not None:
+            self.tuning.adopted()
 
     def notes(self) -> dict[str, str]:
         """The texts of a checkpoint, beside what the runtime keeps."""
-        return {"journal": self._figures.journal.to_text()} | ({} if self._tuning is None else self._tuning.notes())
+        return {"journal": self._figures.journal.to_text()} | ({} if self.tuning is None else self.tuning.notes())
 
     def read_notes(self, job: Job) -> Callable[[], None]:
         """A function that continues from the texts of a saved job, and from what it has parked, after its plan and its
@@ -84,7 +81,7 @@ class SavedTraining:
         take_parked = self.parking.read(job)
         text, figures = job.notes.get("journal"), self._figures
         journal = figures.journal if text is None else Journal.from_text(text)
-        take_tuning = None if self._tuning is None else self._tuning.read(job)
+        take_tuning = None if self.tuning is None else self.tuning.read(job)
 
         def take() -> None:
             figures.journal = journal

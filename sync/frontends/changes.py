@@ -25,7 +25,7 @@ from ..engine.runtime import Runtime
 from ..plans.builders import resumable
 from ..plans.plan import Plan
 from .budget import Room, require_room
-from .frontend import FrontendProtocol
+from .frontend import ModelFrontend
 from .optimizers import OptimizerWatches
 from .parking import Parking
 from .request import Request
@@ -47,13 +47,13 @@ class PlanChanges:
         frontend: the front end, whose runtime executes the plan.
         request: the settings that the attachment was given.
         parking: keeps what plans leave behind.
-        optimizers: watches optimizers for the mistakes that the plan makes possible.
     """
 
-    def __init__(
-        self, frontend: FrontendProtocol, request: Request, parking: Parking, optimizers: OptimizerWatches
-    ) -> None:
-        self._frontend, self._request, self._parking, self._optimizers = frontend, request, parking, optimizers
+    def __init__(self, frontend: ModelFrontend, request: Request, parking: Parking) -> None:
+        self._frontend, self._request, self._parking = frontend, request, parking
+        self._optimizers = OptimizerWatches(request.enabled_scaler)
+        self._optimizers.watch(self.plan, frontend.parameters())
+        self._has_dropped = False  # a discarded step has dropped residuals
         self._following: Runtime | None = None
         self._exact_steps = 0  # since the change began
         self._fail: Callable[[str], object] = _refuse
@@ -133,8 +133,14 @@ class PlanChanges:
         plan = self.agreed(resumable(saved, frontend.parameters(), frontend.runtime.world_size))
         self.follow(plan, keeps_unsent=False)
 
-    def end_step(self) -> None:
-        """Go over to the plan that follows, if there is one, at the end of a step. Collective."""
+    def end_step(self, has_inputs: bool) -> None:
+        """Go over to the plan that follows, if there is one, at the end of a step. Collective.
+
+        Args:
+            has_inputs: whether an optimizer of this rank will use the gradients.
+        """
+        if has_inputs and self._frontend.runtime.changed_residuals:
+            self._optimizers.synchronised()
         if self._following is None:
             return
         has_drained = self._frontend.runtime.changed_residuals
@@ -155,6 +161,37 @@ class PlanChanges:
             self._following.close()
             self._following, self._exact_steps = None, 0
             self._frontend.runtime.is_draining = False
+
+    def close(self) -> None:
+        """End a change that is not complete, and all watches."""
+        self.abandon()
+        self._optimizers.close()
+
+    def discard_step(self) -> None:
+        """Let the last step not count. Collective.
+
+        Raises:
+            RuntimeError: as :meth:`~gckernels.sync.Attachment.discard_step`.
+        """
+        frontend = self._frontend
+
+        def check() -> tuple[Runtime, list[str]]:
+            if not frontend.is_open:
+                raise RuntimeError("discard_step: it is closed")
+            if (problem := frontend.runtime.problem) is not None:
+                raise problem
+            return frontend.runtime, [f"step {frontend.runtime.step}"]
+
+        runtime = agreed("discard_step", frontend.group, frontend.device, check)
+        self._optimizers.forget_step()
+        is_lost = [runtime.discard_step(), self._parking.discard_step()]
+        if any(is_lost) and not self._has_dropped:
+            self._has_dropped = True
+            warnings.warn(
+                "gckernels: discard_step has dropped the residuals, because there is no copy of them from before the "
+                "step; with can_discard=True in gckernels.sync.attach they become what they were",
+                stacklevel=2,
+            )
 
     # ---------------------------------------------------------------- its parts
 

@@ -1,4 +1,4 @@
-"""The protocol of front ends, which bring the gradients of a model to an attachment.
+"""The base of front ends, which bring the gradients of a model to an attachment.
 
 A front end takes the gradients of one model from whatever collects them, gives them to a runtime, and says when a step
 has ended. There is one for models in DistributedDataParallel (:mod:`.ddp`) and one for bare modules (:mod:`.module`).
@@ -6,16 +6,18 @@ has ended. There is one for models in DistributedDataParallel (:mod:`.ddp`) and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ..engine.runtime import Runtime
 from ..plans.plan import Frontend, Plan
+from .ownership import Claim, keep_alive
 from .request import Request
 
 Before = Callable[[Sequence[Sequence[torch.Tensor]]], None]
@@ -40,9 +42,8 @@ class FrontendCalls:
     """The functions of an attachment that its front end calls.
 
     Attributes:
-        end_step: called on all ranks together when the gradients of a step have been averaged.
-        end_step_without_inputs: called in its place on a rank that has taken part in a step of the others, in DDP's
-            ``join()``.
+        end_step: called on all ranks together when the gradients of a step have been averaged, with whether this rank
+            has had inputs, or has only taken part in a step of the others, in DDP's ``join()``.
         meet_uneven_steps: called when some ranks may have fewer steps than others, with whether a change of the plan
             may be abandoned now.
         deliver: called with the name of a parameter and the parameter when its gradient has been accumulated, before it
@@ -50,8 +51,7 @@ class FrontendCalls:
         close: ends the attachment, because its model is gone.
     """
 
-    end_step: Callable[[], None]
-    end_step_without_inputs: Callable[[], None]
+    end_step: Callable[[bool], None]
     meet_uneven_steps: Callable[[bool], None]
     deliver: Callable[[str, torch.Tensor], None]
     close: Callable[[], None]
@@ -61,62 +61,98 @@ def _nothing(*_: object) -> None:
     pass
 
 
-NO_CALLS = FrontendCalls(_nothing, _nothing, _nothing, _nothing, _nothing)
+NO_CALLS = FrontendCalls(_nothing, _nothing, _nothing, _nothing)
 """The functions that a front end calls while it has no attachment, which do nothing."""
 
 
-class FrontendProtocol(Protocol):
-    """A front end of one model on one rank.
+class ModelFrontend(ABC):
+    """A front end of one model on one rank. Construction is collective.
+
+    Every front end has the abstract members. The others are for models that need more than these.
+
+    Args:
+        request: the settings of the attachment.
 
     Attributes:
         kind: the kind of model that it serves.
         group: all ranks that average their gradients.
         device: the device of the gradients.
+        request: as given.
         runtime: executes the plan that runs now.
-        is_open: whether it gives gradients to the runtime.
         averaged_nbytes: the bytes of all gradients of a rank.
-        modules: the modules in which parameters may be replaced by others.
-        is_outdated: whether the model has other parameters now, so that another attachment may take the place of this.
-        averages_now: whether a backward averages gradients, and does not only accumulate them.
-        can_agree: whether all ranks come to the end of this step, so that they may agree there.
+        calls: the functions of the attachment.
+        is_open: whether it gives gradients to the runtime.
     """
 
-    @property
-    def kind(self) -> Frontend: ...
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def runtime(self) -> Runtime: ...
-    @property
-    def is_open(self) -> bool: ...
-    @property
-    def averaged_nbytes(self) -> int: ...
-    @property
-    def modules(self) -> Sequence[torch.nn.Module]: ...
-    @property
-    def is_outdated(self) -> bool: ...
-    @property
-    def averages_now(self) -> bool: ...
-    @property
-    def can_agree(self) -> bool: ...
+    kind: ClassVar[Frontend]
+    runtime: Runtime
+    averaged_nbytes: int
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.group, self.device = request, request.group, request.device
+        self.calls, self.is_open = NO_CALLS, False
+        self._claim: Claim | None = None
+        self._let_go: Callable[[], None] = _nothing
 
     def open(self, calls: FrontendCalls) -> None:
-        """Let the runtime get the gradients from the next backward on."""
+        """Let the runtime get the gradients from the next backward on, and let the model keep the attachment."""
+        self.calls = calls
+        self._claim = Claim(self.parameters().values(), self, self.modules)
+        self._let_go = keep_alive(self.register(), self.model_gone)
+        self.is_open = True
 
     def close(self) -> None:
         """Give the model back, so that its gradients come to the runtime no more. Further calls do nothing."""
+        if self._claim is not None:
+            self._claim.release()
+        if self.is_open:
+            self.is_open = False
+            self._let_go()
+            self.unregister()
+        self.runtime.close()
+        self.calls = NO_CALLS
 
+    def end(self) -> None:
+        """Close the attachment."""
+        self.calls.close()
+
+    def model_gone(self) -> None:
+        """Close the attachment, because the last of the modules is gone that keep it."""
+        self.end()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether another attachment may take the place of this one, because ``destroy_process_group`` has ended its
+        process group, or the model has other parameters now. Then a new one closes this one, which nobody may have
+        kept."""
+        try:
+            dist.get_rank(self.group)
+        except (RuntimeError, ValueError):
+            return True
+        return self.is_outdated
+
+    @abstractmethod
+    def register(self) -> Sequence[torch.nn.Module]:
+        """Register the hooks of the model, and return the modules that keep the attachment."""
+
+    @abstractmethod
+    def unregister(self) -> None:
+        """Remove the hooks of the model."""
+
+    @abstractmethod
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""
 
-    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The averaged parameters whose gradients are sent now."""
+    @property
+    @abstractmethod
+    def averages_now(self) -> bool:
+        """Whether a backward averages gradients, and does not only accumulate them."""
 
-    def follow_steps(self, wanted: bool) -> None:
-        """Begin or end to watch the steps of a training that the runtime does not see by itself."""
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which gradients are accumulated without being averaged."""
 
+    @abstractmethod
     def launch_late(self, before: Before | None) -> None:
         """Send gradients when backward has ended, so that nothing is sent beside it, from the next step on; without
         ``before`` do so no longer. The plan that runs compresses nothing.
@@ -125,20 +161,9 @@ class FrontendProtocol(Protocol):
             before: called before gradients are averaged.
         """
 
-    def deliver_to(self, names: Iterable[str]) -> None:
-        """Call :attr:`FrontendCalls.deliver` for these parameters from now on; others may come as well."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """A context in which gradients are accumulated without being averaged."""
-
-    def overlap(self) -> Overlap | None:
-        """The overlap in a step that the runtime has not recorded; ``None`` if it is not known."""
-
-    def sent_nbytes_per_step(self) -> float:
-        """The mean number of bytes that this rank has sent per compressed step of the plan; 0 before the first."""
-
     # ---------------------------------------------------------------- changes of the plan
 
+    @abstractmethod
     def checked(self, request: Request) -> tuple[Plan, list[str]]:
         """The plan of a request, and the texts that must be the same on all ranks.
 
@@ -148,6 +173,16 @@ class FrontendProtocol(Protocol):
 
     def new_runtime(self, plan: Plan) -> Runtime:
         """A runtime for another plan. Collective."""
+        return self.request.runtime(plan, self.parameters())
+
+    @abstractmethod
+    def prepared(self, runtime: Runtime) -> Callable[[], None]:
+        """Let a runtime continue where the present one ends, and build its messages for the buckets that are known.
+        Communicates nothing.
+
+        Returns:
+            A function that lets the runtime get the gradients from the next step on.
+        """
 
     def is_ready(self, runtime: Runtime, builds_between: bool) -> bool:
         """Whether a runtime can follow now.
@@ -157,14 +192,42 @@ class FrontendProtocol(Protocol):
             builds_between: whether nothing may be built in a backward. Then the next step may first have to show the
                 buckets for which the runtime needs messages.
         """
+        return True
 
-    def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        """Let a runtime continue where the present one ends, and build its messages for the buckets that are known.
-        Communicates nothing.
-
-        Returns:
-            A function that lets the runtime get the gradients from the next step on.
-        """
-
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027 (most begin nothing)
         """Forget what :meth:`is_ready` has begun, because its runtime will not follow."""
+
+    # ---------------------------------------------------------------- for some models only
+
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """The modules in which parameters may be replaced by others."""
+        return ()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the model has other parameters now, which cannot join the others."""
+        return False
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether all ranks come to the end of this step, so that they may agree there."""
+        return True
+
+    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The averaged parameters whose gradients are sent now."""
+        return self.parameters()
+
+    def follow_steps(self, wanted: bool) -> None:  # noqa: B027 (most runtimes see all)
+        """Begin or end to watch the steps of a training that the runtime does not see by itself."""
+
+    def deliver_to(self, names: Iterable[str]) -> None:  # noqa: B027 (most hooks always do)
+        """Call :attr:`FrontendCalls.deliver` for these parameters from now on; others may come as well."""
+
+    def overlap(self) -> Overlap | None:
+        """The overlap in a step that the runtime has not recorded; ``None`` if it is not known."""
+        return None
+
+    def sent_nbytes_per_step(self) -> float:
+        """The mean number of bytes that this rank has sent per compressed step of the plan; 0 before the first."""
+        return self.runtime.sent_nbytes_per_step()

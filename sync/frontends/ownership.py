@@ -24,14 +24,14 @@ recorded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Holder(Protocol):
-    """An attachment, which holds a claim."""
+    """A front end, which holds a claim for its attachment."""
 
     @property
     def is_spent(self) -> bool:
         """Whether another one may take its place, because it cannot go on."""
 
-    def close(self) -> None:
-        """End the synchronisation, and release the claim."""
+    def end(self) -> None:
+        """Close the attachment, which releases the claim."""
 
 
 class Claim:
@@ -40,7 +40,7 @@ class Claim:
 
     Args:
         parameters: the parameters.
-        holder: the attachment, which the claim does not keep alive.
+        holder: the front end, which the claim does not keep alive.
         modules: the modules that have the parameters, where these may be replaced.
     """
 
@@ -60,7 +60,7 @@ class Claim:
     def end(self) -> None:
         """Close the attachment."""
         if (holder := self._holder()) is not None:
-            holder.close()
+            holder.end()
 
     def has(self, thing: torch.nn.Parameter | torch.nn.Module) -> bool:
         """Whether the claim covers a parameter or a module."""

@@ -1,4 +1,4 @@
-"""The gradient that plans leave behind when others follow them, until its parameters are used."""
+"""Gradient that plans have left behind because its parameters were not used, until they are used again."""
 
 from __future__ import annotations
 
@@ -6,64 +6,85 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from gckernels.ops import Identity
+
+from ..engine.step_copies import StepCopies
+from ..plans.builders import plan_of_parameters
 from ..plans.plan import UnitPlan
-from ..plans.strides import in_reals
+from ..plans.strides import in_memory, in_reals
+from ..programs.residuals import ENCODINGS
+from ..resources.feedback import KINDS, Feedback
+from ..resources.memory_spaces import Places
 from ..states.jobs import Job
-from .frontend import FrontendProtocol
+from .frontend import ModelFrontend
 from .listeners import Listeners
-from .parked import Parked
 from .request import Request
+
+_KIND = ENCODINGS[0]
 
 
 class Parking:
-    """Gradient that no plan has sent is added to the next gradient of its parameter.
+    """The parts of this rank in gradient that was not sent before another plan followed, by parameter.
+
+    The mean of the parts over the ranks is what is missing. A rank adds its part to its own gradient, before that is
+    averaged, when a backward uses the parameter. So ranks that use it at different times lose nothing.
 
     Args:
         frontend: delivers it.
         request: the settings of the attachment.
         listeners: called at the ends of steps.
+
+    Attributes:
+        sizes: the number of elements, in real numbers, of every parameter of which some rank had a part when it was
+            parked; the same on all ranks.
     """
 
-    def __init__(self, frontend: FrontendProtocol, request: Request, listeners: Listeners) -> None:
+    def __init__(self, frontend: ModelFrontend, request: Request, listeners: Listeners) -> None:
         self._frontend, self._request, self._listeners = frontend, request, listeners
-        self._parked: Parked | None = None  # made when something is parked for the first time
+        self._is_used = False  # something was parked
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have nothing."""
+        self.sizes: Mapping[str, int] = {}
+        self._feedback = Feedback(Places.of(self._frontend.device))
+        self._copies: StepCopies | None = None
+        self._has_begun = False  # the step that runs, with copies
+        self._delivers, self._has_delivered = False, False  # in the step that runs, and in the last one
 
     def park(self, units: Sequence[UnitPlan]) -> None:
-        """Keep what the residuals of some units hold until their parameters are used. The units are the same on all
-        ranks."""
+        """Keep what the residuals of some units hold, beside what is there, until their parameters are used. The units
+        are the same on all ranks."""
         named, parameters = {name for unit in units for name in unit.parameters}, self._frontend.parameters()
         sizes = {name: in_reals(parameters[name]).numel() for name in sorted(named & parameters.keys())}
         whole = [unit for unit in units if sizes.keys() >= {*unit.parameters}]  # others have lost a parameter
-        self._made().park(self._frontend.runtime.unsent(whole, sizes), sizes)
-        self._frontend.deliver_to(sizes)
-
-    def deliver(self, name: str, parameter: torch.Tensor) -> None:
-        """Add what is parked of a parameter to its gradient, which has just been accumulated, if that will be averaged
-        and used."""
-        frontend = self._frontend
-        if self._parked is not None and frontend.averages_now and not frontend.runtime.averages_only:
-            self._parked.deliver(name, parameter)
-
-    def may_return(self) -> bool:
-        """Whether this rank would hold more if the last step did not count."""
-        return self._parked is not None and self._parked.may_return()
-
-    def discard_step(self) -> bool:
-        """Let the last step not count, and return whether something of it is lost."""
-        return self._parked is not None and self._parked.discard_step()
+        parts = self.state_dict()
+        for name, part in self._frontend.runtime.unsent(whole, sizes).items():
+            parts[name] = part + parts[name] if name in parts else part
+        self._load(parts, {**self.sizes, **sizes})
 
     def nbytes(self) -> int:
         """Bytes of all parts and of their copies on this rank."""
-        return 0 if self._parked is None else self._parked.nbytes()
+        return self._feedback.nbytes() + (0 if self._copies is None else self._copies.nbytes())
+
+    def close(self) -> None:
+        """Keep nothing any more, because synchronisation ends."""
+        if self._copies is not None:
+            self._copies.close()
+        self._begin()
+
+    # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-        """The parts of this rank, as of :meth:`~.parked.Parked.state_dict`."""
-        return {} if self._parked is None else self._parked.state_dict(device)
+        """The parts of this rank, ``fp32 [numel]``, of gradients that are not scaled. These are copies.
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The number of elements of every parameter of which some rank has a part; the same on all ranks."""
-        return {} if self._parked is None else self._parked.sizes
+        Args:
+            device: the device of the copies; by default that of the gradients.
+        """
+        state = self._feedback.state_dict(device)
+        if self._copies is not None:
+            self._copies.unscale(state)
+        return state[_KIND]
 
     def read(self, job: Job) -> Callable[[], None]:
         """A function that continues from what a saved job has parked.
@@ -77,23 +98,68 @@ class Parking:
                 raise ValueError(f"state: parked: the model has no parameter {name} with {numel:,} elements")
 
         def take() -> None:
-            if job.parked_sizes or self._parked is not None:
+            if job.parked_sizes or self._is_used:
                 runtime = self._frontend.runtime
-                self._made().load_state_dict(job.parked_part(runtime.rank, runtime.world_size), job.parked_sizes)
-                self._frontend.deliver_to(job.parked_sizes)
+                self._load(job.parked_part(runtime.rank, runtime.world_size), job.parked_sizes)
 
         return take
 
-    def close(self) -> None:
-        """Keep nothing any more, because synchronisation ends."""
-        if self._parked is not None:
-            self._parked.close()
-            self._parked = None
+    def _load(self, parts: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
+        """Replace all parts by those of :meth:`state_dict`, for parameters with these numbers of elements."""
+        frontend, request = self._frontend, self._request
+        if not self._is_used:
+            self._is_used = True
+            self._listeners.add(self._end_step)
+            if (scaler := request.enabled_scaler) is not None or request.can_discard:
+                parameters = frontend.parameters()
+                whole = plan_of_parameters(parameters, Identity(), 1)
+                self._copies = StepCopies(scaler, self._feedback, whole, parameters, frontend.device)
+        self._feedback.load_state_dict({kind: {} for kind in KINDS} | {_KIND: dict(parts)})
+        if self._copies is not None:
+            self._copies.reset()
+        self.sizes = dict(sizes)
+        self._has_begun = self._delivers = self._has_delivered = False
+        frontend.deliver_to(sizes)
 
-    def _made(self) -> Parked:
-        """The place of what plans leave behind, made at the first call."""
-        if self._parked is None:
-            scaler, device = self._request.enabled_scaler, self._frontend.device
-            self._parked = Parked(self._frontend.parameters(), device, scaler, self._request.can_discard)
-            self._listeners.add(self._parked.end_step)
-        return self._parked
+    # ---------------------------------------------------------------- steps
+
+    def deliver(self, name: str, parameter: torch.Tensor) -> None:
+        """Add the part of a parameter to its gradient, which has just been accumulated, if that will be averaged and
+        used."""
+        frontend = self._frontend
+        if not self._is_used or not frontend.averages_now or frontend.runtime.averages_only:
+            return
+        part, grad = self._feedback.get(_KIND, name), parameter.grad
+        if part is None or grad is None:
+            return
+        self._begin_step()
+        with torch.no_grad():
+            grad.add_(in_memory(part, parameter))
+            part.zero_()
+        self._delivers = True
+        if self._copies is None:
+            self._feedback.drop(_KIND, name)
+
+    def discard_step(self) -> bool:
+        """Let the last step not count, and return whether something of it is lost."""
+        if self._copies is not None:
+            self._copies.discard()
+        return self._has_delivered and self._copies is None
+
+    def may_return(self) -> bool:
+        """Whether this rank would hold more if the last step did not count."""
+        copies = self._copies
+        each = ((part, copies.copy(kind, name)) for kind, name, part in self._feedback.items()) if copies else ()
+        return any(copy is not None and bool(copy.any()) and not bool(part.any()) for part, copy in each)
+
+    def _end_step(self) -> None:
+        """Note the end of a step that was averaged."""
+        self._begin_step()
+        self._has_begun, self._delivers, self._has_delivered = False, False, self._delivers
+
+    def _begin_step(self) -> None:
+        """Follow the scaler, and undo the step before if that does not count, once in each step."""
+        if self._copies is not None and not self._has_begun:
+            self._has_begun = True
+            for _, work in self._copies.begin():
+                work()

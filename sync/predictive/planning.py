@@ -29,8 +29,8 @@ from ..plans.names import short_spec, summary_of
 from ..plans.plan import Frontend, Plan, PlanError
 from ..stats.decisions import LOGGER
 from ..traces.model_trace import ModelTrace
-from ..tuning.decisions.sentences import tries
 from ..tuning.trials.rules import Phase
+from ..tuning.trials.sentences import tries
 from .resting_machine import RestingMachine
 
 FINALISTS = 2

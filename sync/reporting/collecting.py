@@ -11,7 +11,7 @@ import torch.distributed as dist
 import gckernels
 from gckernels.ops import Identity
 
-from ..frontends.frontend import FrontendProtocol
+from ..frontends.frontend import ModelFrontend
 from ..plans.names import program_name, short_spec
 from ..plans.plan import Frontend
 from ..plans.strides import in_reals
@@ -24,9 +24,7 @@ from .data import ReportData, UnitRow
 _AVERAGERS = {Frontend.DDP: "DistributedDataParallel", Frontend.MODULE: "a bare module"}
 
 
-def collected(
-    frontend: FrontendProtocol, figures: Figures, residual_nbytes: int, title: str | None = None
-) -> ReportData:
+def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, title: str | None = None) -> ReportData:
     """All that is known of a training on this rank. Communicates nothing; on a device it waits for the last sample.
 
     Args:
@@ -47,7 +45,7 @@ def collected(
         rank=dist.get_rank(group),
         device=str(frontend.device),
         backend=dist.get_backend(group),
-        step=figures.steps,
+        step=figures.journal.step,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         software=_software(),
         fingerprint=plan.fingerprint(),
@@ -56,9 +54,9 @@ def collected(
         residual_nbytes=residual_nbytes,
         units=tuple(_row(unit, dtypes[unit.parameter], topology) for unit in plan.units),
         prediction=plan.prediction,
-        decisions=figures.decisions,
-        samples=figures.samples,
-        traced=figures.recorded_step,
+        decisions=tuple(figures.journal.decisions),
+        samples=figures.journal.samples,
+        traced=frontend.runtime.tracer.last,
     )
 
 

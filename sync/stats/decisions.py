@@ -51,14 +51,3 @@ class Decision:
             value = getattr(self, name)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"decision: {name} must be None or a finite number from 0 up, got {value!r}")
-
-
-def log(decision: Decision, rank: int) -> None:
-    """Log a decision, if it is one that this rank logs.
-
-    Args:
-        decision: the decision.
-        rank: the rank of this process.
-    """
-    if rank == 0 or decision.level >= logging.WARNING:
-        LOGGER.log(decision.level, "gckernels: %s", decision.text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -38,19 +38,6 @@ class Sample:
     plan_fingerprint: str
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """A sample whose norm may still be on a device.
-
-    Attributes:
-        sample: the sample without its norm.
-        square: the square of the norm; ``None`` without residuals.
-    """
-
-    sample: Sample
-    square: torch.Tensor | None
-
-
 class Journal:
     """The decisions of a training, and samples of its steps.
 
@@ -65,7 +52,7 @@ class Journal:
         self.step = 0
         self.error: float | None = None
         self._samples: list[Sample] = []
-        self._taken: list[_Taken] = []
+        self._squares: list[torch.Tensor | None] = []  # norms of the last samples, squared, which are not there yet
         self._ended_s: float | None = None
         self._step_s: list[float] = []
         self._sent_nbytes: list[float] = []
@@ -75,23 +62,15 @@ class Journal:
         """The median time of the steps since the last sample, else that of the last sample; ``None`` before both."""
         if self._step_s:
             return statistics.median(self._step_s)
-        return (self._taken[-1].sample if self._taken else self._samples[-1]).step_s if self.has_samples else None
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether there is a sample."""
-        return bool(self._samples or self._taken)
+        return self._samples[-1].step_s if self._samples else None
 
     @property
     def samples(self) -> tuple[Sample, ...]:
         """All samples, oldest first. Waits for the devices if norms are still on them."""
-        for taken in self._taken:
-            norm = 0.0 if taken.square is None else float(taken.square) ** 0.5
-            known = taken.sample
-            self._samples.append(
-                Sample(known.step, known.step_s, known.sent_nbytes, norm, known.error, known.plan_fingerprint)
-            )
-        self._taken.clear()
+        for at, square in enumerate(self._squares, start=len(self._samples) - len(self._squares)):
+            if square is not None:
+                self._samples[at] = replace(self._samples[at], residual_norm=float(square) ** 0.5)
+        self._squares.clear()
         return tuple(self._samples)
 
     def end_step(self, sent_nbytes: float) -> bool:
@@ -118,7 +97,8 @@ class Journal:
         """
         sent_nbytes = statistics.fmean(self._sent_nbytes)
         step_s = statistics.median(self._step_s)
-        self._taken.append(_Taken(Sample(self.step, step_s, sent_nbytes, 0.0, self.error, plan_fingerprint), square))
+        self._samples.append(Sample(self.step, step_s, sent_nbytes, 0.0, self.error, plan_fingerprint))
+        self._squares.append(square)
         self._step_s.clear()
         self._sent_nbytes.clear()
 

@@ -1,69 +1,42 @@
-"""Figures of a training with a plan: decisions, samples, a traced step, and a dict for dashboards."""
+"""Figures of a training with a plan: its journal, and a dict for dashboards."""
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
-from ..engine.recorded_step import RecordedStep
-from ..frontends.frontend import FrontendProtocol, Overlap
+from ..frontends.frontend import ModelFrontend, Overlap
 from ..plans.names import summary_of
 from ..plans.numbers import duration, plural, volume
 from ..plans.plan import Plan
 from ..programs.sizes import allreduce_sent_nbytes
-from .decisions import Decision, log
-from .history import WINDOW, Journal, Sample
+from .decisions import LOGGER, Decision
+from .history import WINDOW, Journal
 
 FINGERPRINT_CHARS = 12
 """Characters of a fingerprint that people see."""
 
 
 class Figures:
-    """Figures of a training: its decisions, its samples, and a recorded step.
+    """Figures of a training.
 
     Args:
         frontend: the front end of the attachment.
+
+    Attributes:
+        journal: its decisions, and samples of its steps.
     """
 
-    def __init__(self, frontend: FrontendProtocol) -> None:
+    def __init__(self, frontend: ModelFrontend) -> None:
         self._frontend, self.journal = frontend, Journal()
         self._fingerprinted: tuple[Plan, str] | None = None
 
-    # ---------------------------------------------------------------- decisions
-
     def decide(self, decision: Decision) -> None:
-        """Log a decision, and add it to :attr:`decisions`. Communicates nothing."""
+        """Add a decision to the journal, and log it, if it is one that this rank logs. Communicates nothing."""
         self.journal.decisions.append(decision)
-        log(decision, self._frontend.runtime.rank)
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """The decisions about the plan so far, oldest first."""
-        return tuple(self.journal.decisions)
-
-    # ---------------------------------------------------------------- steps
-
-    @property
-    def steps(self) -> int:
-        """The number of synchronised steps."""
-        return self.journal.step
-
-    @property
-    def samples(self) -> tuple[Sample, ...]:
-        """Figures of this rank's steps, oldest first: one sample every 100 steps, and every 10 during the first 100."""
-        return self.journal.samples
-
-    def note_error(self, error: float) -> None:
-        """Let samples and :meth:`stats` have ``error`` as the relative error of the gradients, until the next call."""
-        self.journal.error = error
-
-    def record_next_step(self) -> None:
-        """Record the stages of the next step on this rank, for :attr:`recorded_step`."""
-        self._frontend.runtime.tracer.ask()
-
-    @property
-    def recorded_step(self) -> RecordedStep | None:
-        """The last recorded step of this rank that has ended; ``None`` before the first."""
-        return self._frontend.runtime.tracer.last
+        if self._frontend.runtime.rank == 0 or decision.level >= logging.WARNING:
+            LOGGER.log(decision.level, "gckernels: %s", decision.text)
 
     def end_step(self) -> None:
         """Note the end of a synchronised step. Called on every rank, and communicates nothing."""
@@ -72,7 +45,7 @@ class Figures:
         if is_due:
             journal.sample(self._residual_square(), self._fingerprint())
             if journal.step % WINDOW == 0 or journal.step == WINDOW // 10:
-                self.record_next_step()
+                self._frontend.runtime.tracer.ask()
 
     def _residual_square(self) -> torch.Tensor | None:
         """The square of the norm of all residuals of this rank, on its device; ``None`` without residuals."""
@@ -109,7 +82,7 @@ class Figures:
             "exposed_s": None if overlap is None else overlap.exposed_s,
             "residual_norm": samples[-1].residual_norm if samples else None,
             "residual_nbytes": self._frontend.runtime.residual_nbytes(),
-            "error": _first(journal.error, None if prediction is None else prediction.error),
+            "error": prediction.error if journal.error is None and prediction is not None else journal.error,
             "decisions": len(journal.decisions),
         }
         return {name: value for name, value in known.items() if value is not None}
@@ -158,7 +131,7 @@ class Figures:
         known."""
         if (known := self._frontend.overlap()) is not None:
             return known
-        recorded = self.recorded_step
+        recorded = self._frontend.runtime.tracer.last
         is_known = recorded is not None and recorded.plan_fingerprint == self._fingerprint()
         return None if recorded is None or not is_known else Overlap(recorded.hidden_s, recorded.exposed_s)
 
@@ -177,7 +150,3 @@ class Figures:
         """The bytes that this rank has sent in the last step; before the first, those of a step without compression."""
         last = self._frontend.runtime.last_sent_nbytes
         return self._plain_nbytes() if last is None else last
-
-
-def _first(*values: float | None) -> float | None:
-    return next((value for value in values if value is not None), None)

@@ -20,7 +20,7 @@ from gckernels.compressor import Compressor
 
 from ..communication.clocks import clock_of
 from ..communication.collectives import on_any_rank
-from ..frontends.ddp.reducer import will_rebuild_buckets
+from ..frontends.ddp.averages import will_rebuild_buckets
 from ..frontends.ddp.step_ends import in_join
 from ..traces.model_trace import ModelTrace
 from .combining import Averaged, RecordingRanks, combined, refuse_different

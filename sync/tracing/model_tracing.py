@@ -18,9 +18,9 @@ from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.checks.models import ddp_parameters, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from ..frontends.checks.optimizer_checks import refuse_steps_in_backward
+from ..frontends.ddp.averages import Averages
 from ..frontends.ddp.ddp_checks import refuse_foreign_hook
-from ..frontends.ddp.late import average_late
-from ..frontends.ddp.reducer import release_comm_hook
+from ..frontends.ddp.reducer import release_comm_hook, use_comm_hook
 from ..frontends.ddp.step_ends import in_join
 from ..frontends.ownership import attached, end_spent, recorded, refuse_claimed
 from ..plans.arguments import as_method, as_named_parameters
@@ -155,7 +155,8 @@ class ModelTracing:
         settings = (model, parameters, group, device_of(model), steps, warmup, MAX_NUMEL)
         self._recorder = ModelTracer(*settings, listener=None if is_ddp else self._end_backward)
         if isinstance(model, DistributedDataParallel):
-            average_late(model, parameters.values(), self._recorder.before_averaging, self._end_step)
+            late = Averages(model, self._recorder.before_averaging, self._end_step)
+            use_comm_hook(model, parameters.values(), late)
         recorded.add(model)
 
     @property

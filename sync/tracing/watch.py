@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..communication.clocks import Clock, Mark
-from ..frontends.checks.model_hooks import ModelHook
+from ..frontends.checks.hooks import ModelHook
 from ..frontends.checks.models import on_accumulated
 from ..frontends.ddp.step_ends import hook_gradients, misses_gradients
 

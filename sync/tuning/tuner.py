@@ -23,15 +23,13 @@ from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
 from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import TraceError
-from .decisions import short_sentences
-from .decisions.sentences import PLAIN as PLAIN_GOES_ON
-from .decisions.sentences import failed, restarted, resumed
-from .decisions.tried import UNIFORM
 from .progress import Progress, Retries
 from .proposer import Proposer
 from .recording import StepRecording
 from .trials.race import Race
 from .trials.rules import JOINED, MORE, STEPS, Phase, Rules, refusal
+from .trials.sentences import PLAIN as PLAIN_GOES_ON
+from .trials.sentences import failed, restarted, resumed
 from .trials.spans import StepSpans
 from .trials.training import Refused, Steps, TunedTraining
 from .trials.trial_report import outcome
@@ -39,6 +37,8 @@ from .trials.trials import PLAIN
 from .watching.drift import Action
 from .watching.watching import Running, Tuned
 
+UNIFORM = "uniform"
+"""The name of the policy of plans with one compressor for the whole model."""
 BEFORE_GOES_ON = "the plan from before, if it is still faster than plain ones"
 
 
@@ -109,10 +109,10 @@ class Tuner:
         training = self._training
         named = summary_of(training.plan, self._ranks.world_size)
         if progress.tuned is None:
-            texts = (restarted(named, progress.why_anew), short_sentences.restarted(progress.why_anew))
+            sentences = restarted(named, progress.why_anew)
         else:
-            texts = (resumed(training.steps, named), short_sentences.resumed())
-        training.say(texts, policy=progress.policy)
+            sentences = resumed(training.steps, named)
+        training.say(sentences, policy=progress.policy)
         self.restart(progress)
 
     # ---------------------------------------------------------------- the sequence
@@ -264,13 +264,11 @@ class Tuner:
         training, is_known = self._training, self._retries.is_known(failure.text)
         self._retries = self._retries.after(training.steps, failure.text)
         again = self._retries.allowance.wait if self._replan else None
-        given = ("tuning", failure.text, goes_on, again)
         level = logging.INFO if is_known else logging.WARNING
-        training.say((failed(*given), short_sentences.failed(*given)), level=level)
+        training.say(failed("tuning", failure.text, goes_on, again), level=level)
 
     def _say_failed(self, error: str, goes_on: str) -> None:
-        given = ("predicting plans", error, goes_on)
-        self._training.say((failed(*given), short_sentences.failed(*given)))
+        self._training.say(failed("predicting plans", error, goes_on))
 
     def _decided(self, race: Race, trace: ModelTrace, stages: Sequence[Phase]) -> Tuned:
         """The outcome of a race, whose winner runs now."""

@@ -15,10 +15,10 @@ from ..plans.plan import Plan
 from ..states.jobs import Job
 from ..tracing.combining import unmeasured
 from .auto import Auto
-from .decisions import sentences, short_sentences
 from .progress import Progress
 from .proposer import Proposer
 from .trials.rules import Rules
+from .trials.sentences import PLAIN, failed, given, left
 from .trials.training import TunedTraining
 from .tuner import Tuner
 
@@ -75,8 +75,8 @@ class Tuning:
         self._is_given = True
         if self._tuner is not None:
             self.close()
-            named, refusal = self._named(plan), self._rules.refusal(plan, self._training.steps)
-            self._training.say((sentences.given(named, refusal), short_sentences.given(refusal)), plan, GIVEN)
+            refusal = self._rules.refusal(plan, self._training.steps)
+            self._training.say(given(self._named(plan), refusal), plan, GIVEN)
 
     def meet_uneven_steps(self, may_abandon: bool) -> None:
         """End, because in DDP's ``join()`` some ranks may not have the steps that others have.
@@ -121,9 +121,8 @@ class Tuning:
         is_exempt = (progress.is_given and not progress.why_anew) or training.ranks.world_size == 1
         refusal = "" if is_exempt else rules.refusal(plan, training.steps, progress.remembered(rules.model))
         if refusal:
-            texts = (sentences.left(self._named(plan), refusal), short_sentences.left(self._named(plan), refusal))
             self._changes.follow(self._changes.agreed(self._plain))
-            training.say(texts, self._plain, "none")
+            training.say(left(self._named(plan), refusal), self._plain, "none")
             if tuner is not None:
                 tuner.restart(Progress(found=progress.found))
         elif progress.is_given:
@@ -137,9 +136,8 @@ class Tuning:
 
     def _warn_of_failure(self, error: str) -> None:
         """Say that nothing is tuned, and why."""
-        goes_on = "the plan that runs now" if self._training.plan.compresses else sentences.PLAIN
-        given = ("tuning", error, goes_on)
-        self._training.say((sentences.failed(*given), short_sentences.failed(*given)), level=logging.WARNING)
+        goes_on = "the plan that runs now" if self._training.plan.compresses else PLAIN
+        self._training.say(failed("tuning", error, goes_on), level=logging.WARNING)
 
 
 def _count() -> None:

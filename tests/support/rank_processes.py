@@ -33,7 +33,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
     import torch._dynamo  # DDP imports it
     import torch.distributed
 
-    import gckernels.sync.frontends.checkpoint  # noqa: F401
+    import gckernels.sync.attaching.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
     assert threading.active_count() == 1

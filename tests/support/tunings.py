@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.attaching.proposers import LaterProposer
+from gckernels.sync.attaching.proposers import LaterPlans
 from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.predictive import searching
 from gckernels.sync.predictive.planning import Proposal
@@ -79,7 +79,7 @@ def scripted(
     clock = ScriptedClock(lambda: handles[0] if handles else None, step_s)
     with (
         mock.patch.object(uniform_candidates, "candidates", lambda *_: proposal_of(model, specs)),
-        mock.patch.object(LaterProposer, "plans", predict_nothing if proposal is None else LaterProposer.plans),
+        mock.patch.object(LaterPlans, "plans", predict_nothing if proposal is None else LaterPlans.plans),
         mock.patch.object(searching, "proposal", proposal),
         mock.patch.object(spans, "clock_of", lambda device: clock),
     ):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .hooks import weakly
 from .optimizer_checks import groups_with, in_a_scaler
 
 _THROWN_AWAY = (
@@ -41,22 +42,11 @@ class GradientUse:
             return
         smallest = min(trained, key=torch.Tensor.numel)
         self._parameter = weakref.ref(smallest)
-        use = weakref.ref(self)
-
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (this := use()) is not None and this._has(optimizer):
-                this._begin_step()
-
-        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (this := use()) is not None and this._has(optimizer):
-                this._in_step = this._is_unused = False
-
-        def on_gradient(gradient: torch.Tensor) -> None:
-            if (this := use()) is not None and this._is_unused:
-                this._look()
-
-        self._handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-        self._handles.append(smallest.register_hook(on_gradient))  # type: ignore[no-untyped-call]
+        self._handles += [
+            register_optimizer_step_pre_hook(weakly(self._before)),
+            register_optimizer_step_post_hook(weakly(self._after)),
+            smallest.register_hook(weakly(self._look)),  # type: ignore[no-untyped-call]
+        ]
         for handle in self._handles:  # nobody need call remove
             weakref.finalize(self, handle.remove).atexit = False
 
@@ -76,23 +66,30 @@ class GradientUse:
             handle.remove()
         self._handles.clear()
 
-    def _has(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(groups_with(optimizer, self._ids))
-
-    def _begin_step(self) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note the begin of an optimizer's step."""
+        if not any(groups_with(optimizer, self._ids)):
+            return
         if not self._sees_optimizer and in_a_scaler():
             self._ids.clear()
             return
         # some optimizers call backward themselves, several times in a step
         self._sees_optimizer, self._in_step, self._is_unused = True, True, False
 
-    def _look(self) -> None:
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note the end of an optimizer's step."""
+        if any(groups_with(optimizer, self._ids)):
+            self._in_step = self._is_unused = False
+
+    def _look(self, gradient: torch.Tensor) -> None:
         """Warn if the gradient of the last backward is gone. The one that comes has not been accumulated yet."""
+        if not self._is_unused:
+            return
         parameter, self._is_unused = self._parameter(), False
         if parameter is None:
             return
-        gradient = parameter.grad
-        if gradient is None or (gradient.device.type == "cpu" and not gradient.any()):
+        kept = parameter.grad
+        if kept is None or (kept.device.type == "cpu" and not kept.any()):
             self._ids.clear()  # hooks of a tensor cannot be removed while they run
             self._sees_optimizer = False
             warnings.warn(_THROWN_AWAY, stacklevel=2)

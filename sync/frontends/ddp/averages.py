@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,36 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.failures import FailedBucket, Outcome, failure
+from ..frontend import Before
 from .step_ends import in_join
+
+
+class Handler(Protocol):
+    """Handles the steps of a model with a communication hook."""
+
+    def synchronise(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
+        """Return the future of a bucket.
+
+        Args:
+            bucket: the bucket.
+            first: whether it is the first one of its step.
+        """
+
+    def follow(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
+        """Return the future of a bucket that takes part in a step of the other ranks, because this rank has no inputs
+        left in DDP's ``join()``.
+
+        Args:
+            bucket: the bucket.
+            first: whether it is the first one of that step.
+            last: whether it is the last one, after which no other function is called.
+        """
+
+    def before_waiting(self) -> None:
+        """Do what is due before DDP waits for the futures of the step. It may be called earlier, too."""
+
+    def ended(self) -> None:
+        """Note that DDP has averaged all gradients. All ranks are here together."""
 
 
 class Averages:
@@ -22,44 +51,61 @@ class Averages:
 
     Args:
         ddp_model: the model, which is not kept.
+        before: called before buckets are averaged. If it is given, they are averaged when backward has ended, so that
+            nothing is sent beside it. This depends on nothing that the training does: all that DDP hands over is
+            averaged before DDP waits for it.
+        ended: called when DDP has averaged all gradients of a step.
     """
 
-    def __init__(self, ddp_model: DistributedDataParallel) -> None:
+    def __init__(
+        self,
+        ddp_model: DistributedDataParallel,
+        before: Before | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         self._model: Callable[[], Any] = weakref.ref(ddp_model)
+        self._before, self.ended = before, ended
         self._share = 1.0 / dist.get_world_size(ddp_model.process_group)
+        self._waiting: list[tuple[GradBucket, Future[Outcome]]] = []
 
     def synchronise(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
-        """Start to average a bucket, and return its future.
-
-        Args:
-            bucket: the bucket.
-            first: whether it is the first one of its step.
-        """
-        return self._averaged(bucket, first, has_inputs=True)
-
-    def before_waiting(self) -> None:
-        """Do nothing: all buckets are on their way."""
-
-    def follow(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
-        """Start to average a bucket of zeros, for a rank without inputs in ``join()``, and return its future."""
-        return self._averaged(bucket, first, has_inputs=False)
-
-    def _averaged(self, bucket: GradBucket, first: bool, has_inputs: bool) -> Future[Outcome]:
-        buffer = bucket.buffer()
-        if first:
-            self._begin(buffer, has_inputs)
-        future = new_future(buffer)
-        self._start(buffer, future)
+        future, ddp_model = self._new_future(bucket, first, has_inputs=True), self._model()
+        self._waiting.append((bucket, future))
+        # in the first backward of a static graph DDP waits for its buckets before callbacks are called
+        is_first_backward = will_rebuild_buckets(ddp_model)
+        # behind its last bucket DDP sends which parameters are used; it does not say which one is the last if it leaves
+        # buckets out
+        is_followed = ddp_model.find_unused_parameters and bucket.is_last()
+        leaves_out = getattr(ddp_model, "skip_all_reduce_unused_params", False)
+        if self._before is None or is_first_backward or is_followed or leaves_out:
+            self.before_waiting()
         return future
 
-    def _begin(self, buffer: torch.Tensor, has_inputs: bool) -> None:
-        """Find the factor of a step that begins. In ``join()`` it may depend on how many ranks have inputs, and then
-        the host waits for that number, as it does in DDP."""
-        ddp_model = self._model()
-        if in_join(ddp_model) and not ddp_model._divide_by_initial_world_size:
+    def follow(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
+        """Start to average a bucket of zeros, and return its future."""
+        future = self._new_future(bucket, first, has_inputs=False)
+        self._start(bucket.buffer(), future)
+        return future
+
+    def before_waiting(self) -> None:
+        """Start to average the buckets that have come."""
+        waiting, self._waiting = self._waiting, []
+        try:
+            if waiting and self._before is not None:
+                self._before([bucket.parameters() for bucket, _ in waiting])
+        finally:  # the other ranks wait for them
+            for bucket, future in waiting:
+                self._start(bucket.buffer(), future)
+
+    def _new_future(self, bucket: GradBucket, first: bool, has_inputs: bool) -> Future[Outcome]:
+        """A future whose value will be the buffer of a bucket. On a device, streams wait for what it holds."""
+        buffer, ddp_model = bucket.buffer(), self._model()
+        if first and in_join(ddp_model) and not ddp_model._divide_by_initial_world_size:
+            # the factor depends on how many ranks have inputs, for which the host waits, as it does in DDP
             ranks = torch.full((1,), float(has_inputs), dtype=torch.float32, device=buffer.device)
             dist.all_reduce(ranks, group=ddp_model.process_group)
             self._share = 1.0 / max(ranks.item(), 1.0)
+        return Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
 
     def _start(self, buffer: torch.Tensor, future: Future[Outcome]) -> None:
         with torch.no_grad():
@@ -69,11 +115,6 @@ class Averages:
         work.get_future().add_done_callback(functools.partial(_finish, buffer, future))
 
 
-def new_future(buffer: torch.Tensor) -> Future[Outcome]:
-    """A future whose value will be the buffer. On a device, streams wait for what it holds."""
-    return Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
-
-
 def _finish(buffer: torch.Tensor, future: Future[Outcome], done: Future[Any]) -> None:
     try:
         done.value()
@@ -81,3 +122,10 @@ def _finish(buffer: torch.Tensor, future: Future[Outcome], done: Future[Any]) ->
         future.set_result(FailedBucket(failure(error)))
     else:
         future.set_result(buffer)
+
+
+def will_rebuild_buckets(ddp_model: Any) -> bool:
+    """Whether DDP still has its first buckets, one with all gradients, and will rebuild them when a backward has shown
+    their order. It is the same on all ranks, which rebuild their buckets together."""
+    rebuilds = ddp_model.static_graph or not ddp_model.find_unused_parameters
+    return rebuilds and not getattr(ddp_model, "_has_rebuilt_buckets", False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,8 @@ from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import UnitPlan
 from ...plans.strides import in_reals
-from .others import listed, names_in
+
+_SHOWN = 5  # names in an error
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class DdpBuckets:
     def _placed(self, bucket: GradBucket, is_read: bool) -> _Bucket:
         parameters = bucket.parameters()
         if unplanned := [each for each in parameters if id(each) not in self._units]:
-            names = names_in(self._model(), unplanned)
+            names = _names_in(self._model(), unplanned)
             raise UnplannedError(
                 f"gckernels: DDP averages {listed(names)}, which the plan does not have, because it was frozen or "
                 "replaced after it was wrapped; wrap the module in a new DistributedDataParallel, and attach"
@@ -175,3 +176,15 @@ def _starts(bucket: GradBucket) -> tuple[int, ...]:
     numels = [in_reals(parameter).numel() for parameter in bucket.parameters()]
     assert sum(numels) == bucket.buffer().numel()
     return (0, *itertools.accumulate(numels[:-1]))
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names, or the first of many, for an error."""
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def _names_in(ddp_model: DistributedDataParallel | None, parameters: Iterable[torch.Tensor]) -> list[str]:
+    """The names of parameters in a wrapped module; the shapes of those that are not there any more."""
+    module = None if ddp_model is None else ddp_model.module
+    names = {} if module is None else {id(each): name for name, each in module.named_parameters()}
+    return [names.get(id(each), f"one of shape {tuple(each.shape)}") for each in parameters]

@@ -18,8 +18,9 @@ from ..checks.models import (
 from ..checks.optimizer_checks import refuse_steps_in_backward
 from ..ownership import attached, recorded, refuse_claimed
 from ..request import Request
-from .others import listed
-from .reducer import comm_hook, will_rebuild_buckets
+from .averages import will_rebuild_buckets
+from .ddp_buckets import listed
+from .reducer import comm_hook
 
 
 def checked_plan(ddp_model: DistributedDataParallel, request: Request) -> tuple[Plan, list[str]]:

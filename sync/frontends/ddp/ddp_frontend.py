@@ -7,6 +7,7 @@ of communication and decoding overlap with the rest of backward and with each ot
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -22,15 +23,16 @@ from ...engine.runtime import Runtime
 from ...plans.plan import Frontend, Plan
 from ...plans.strides import in_reals
 from ...programs.sizes import allreduce_sent_nbytes
+from ..checks.hooks import weakly
 from ..checks.models import ddp_parameters, on_accumulated, watch_for_sparse_gradients
-from ..frontend import NO_CALLS, Before, FrontendCalls, Overlap
-from ..ownership import attached, keep_alive
+from ..frontend import Before, ModelFrontend, Overlap
+from ..members import Members
+from ..ownership import attached
 from ..request import Request
-from .ddp_buckets import DdpBuckets, UnplannedError
+from .averages import Averages, will_rebuild_buckets
+from .ddp_buckets import DdpBuckets, UnplannedError, listed
 from .ddp_checks import fitting, refuse_foreign_hook
-from .late import average_late
-from .others import OtherParameters, UsedParameters, listed
-from .reducer import Handler, can_rebuild, comm_hook, release_comm_hook, use_comm_hook, will_rebuild_buckets
+from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook
 from .step_ends import StepEnds, in_join, join_of
 
 _NO_INPUTS = (
@@ -40,7 +42,7 @@ _NO_INPUTS = (
 _OVERLAP = ("backward_comm_time", "backward_compute_comm_overlap_time")  # in the logging data of DDP, in nanoseconds
 
 
-class DdpFrontend:
+class DdpFrontend(ModelFrontend):
     """The communication hook of a DDP model, with its buckets. Construction is collective.
 
     If the plan compresses nothing, DDP averages the gradients itself, without a hook.
@@ -52,68 +54,53 @@ class DdpFrontend:
     """
 
     kind = Frontend.DDP
-    modules = ()
-    is_outdated = False
-    runtime: Runtime
 
     def __init__(self, ddp_model: DistributedDataParallel, plan: Plan, request: Request) -> None:
+        super().__init__(request)
         parameters = ddp_parameters(ddp_model)
-        self._parameters = {name: weakref.ref(parameter) for name, parameter in parameters.items()}
+        self._members = Members(ddp_model.module, parameters)
         self.averaged_nbytes = sum(in_reals(parameter).nbytes for parameter in parameters.values())
-        self._model, self._request = weakref.ref(ddp_model), request
-        self.group, self.device = request.group, request.device
-        self.is_open = False
-        self._calls = NO_CALLS
+        self._model = weakref.ref(ddp_model)
         self._next_buckets: DdpBuckets | None = None  # for the plan that follows, while a step shows them
         self._shows_buckets = False  # whether it has
-        self._let_go: Callable[[], None] = lambda: None
         self._step_ends: StepEnds | None = None
         self._wants_steps = self._is_late = False
         self._watches: list[RemovableHandle] = []
         self._delivers: dict[str, RemovableHandle] = {}
-        self._used: UsedParameters | None = None  # if a step may leave some unused
+        self._used: set[int] | None = None  # ids of used parameters so far, if a step may leave some unused
         self._numbers: dict[str, int] = {}  # by unit, the number of its parameter
-        self._others = OtherParameters(ddp_model.module, parameters.values(), ddp_model.parameters_to_ignore)
         self._take(self._new_buckets(self.new_runtime(plan)))
 
-    def open(self, calls: FrontendCalls) -> None:
-        """Let DDP hand over its buckets, if anything is compressed, and let the model keep the attachment."""
-        self._calls, ddp_model = calls, self._model()
+    def register(self) -> list[torch.nn.Module]:
+        """Let DDP hand over its buckets, if anything is compressed."""
+        ddp_model = self._model()
         assert ddp_model is not None
         if self._has_hook:
             self._use_hook(ddp_model)
         attached.add(ddp_model)
-        self._let_go = keep_alive([ddp_model], calls.close)
-        self.is_open = True
+        return [ddp_model]
 
-    def close(self) -> None:
+    def unregister(self) -> None:
         """Let the hook average as DDP does from now on. At the end of the next step the model becomes plain DDP, with
         the buckets that it has.
 
         This needs private functions of DDP, which torch 2.11 to 2.15 have. If a release lacks one, and in ``join()``,
         the model keeps that hook.
         """
-        if self.is_open:
-            self.is_open = False
-            self._let_go()
-            if (ddp_model := self._model()) is not None:
-                if self._has_hook:
-                    release_comm_hook(ddp_model)
-                attached.discard(ddp_model)
-        self.abandon()
+        if (ddp_model := self._model()) is not None:
+            if self._has_hook:
+                release_comm_hook(ddp_model)
+            attached.discard(ddp_model)
         self._follow()
-        self._others.remove()
+
+    def close(self) -> None:
+        super().close()
         for handle in (*self._watches, *self._delivers.values()):
             handle.remove()
-        self.runtime.close()
         self._buckets.clear()
-        self._calls = NO_CALLS
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        existing = {name: reference() for name, reference in self._parameters.items()}
-        return {name: parameter for name, parameter in existing.items() if parameter is not None}
-
-    sent_parameters = parameters
+        return self._members.existing()
 
     # ---------------------------------------------------------------- changes of the plan
 
@@ -128,7 +115,7 @@ class DdpFrontend:
         ddp_model = self._model()
         assert ddp_model is not None
         self._join = join_of(ddp_model)
-        return self._request.runtime(plan, self.parameters(), synchronises=self._needs_hook(plan))
+        return self.request.runtime(plan, self.parameters(), synchronises=self._needs_hook(plan))
 
     def is_ready(self, runtime: Runtime, builds_between: bool) -> bool:
         ddp_model, needs_hook = self._model(), self._needs_hook(runtime.plan)
@@ -199,16 +186,15 @@ class DdpFrontend:
             parameters, ddp_model = self.parameters(), self._model()
             self._watches += watch_for_sparse_gradients(parameters)
             if ddp_model is not None and (ddp_model.find_unused_parameters or ddp_model.static_graph):
-                self._used = UsedParameters(parameters.values())
-                numbers = {name: number for number, name in enumerate(self._parameters)}  # in DDP's order
+                self._used = set()
+                self._watches += [on_accumulated(each, _adding(self._used)) for each in parameters.values()]
+                numbers = {name: number for number, name in enumerate(self._members.references)}  # in DDP's order
                 self._numbers = {unit.key: numbers[unit.parameter] for unit in plan.units}
-                self._watches += self._used.handles
 
     # ---------------------------------------------------------------- the hook
 
     def _use_hook(self, ddp_model: DistributedDataParallel) -> None:
-        handler = Handler(self._synchronise, self._before_waiting, self._end_hooked_step, self._synchronise_zeros)
-        use_comm_hook(ddp_model, self.parameters().values(), handler)
+        use_comm_hook(ddp_model, self.parameters().values(), self)
 
     @property
     def _sending(self) -> DdpBuckets:
@@ -224,20 +210,20 @@ class DdpFrontend:
                 buckets.runtime.first_is_dense = will_rebuild_buckets(self._model())
         return buckets
 
-    def _synchronise(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
+    def synchronise(self, bucket: GradBucket, first: bool) -> Future[Outcome]:
         # a hook that raises leaves DDP in the middle of its buckets, and the next forward fails at an assertion
         buckets = self._begun_buckets(first)
         if (problem := buckets.runtime.problem) is not None:
             return failed_future(problem)
         try:
-            return buckets.send(bucket, first, None if self._used is None else self._used.ids)
+            return buckets.send(bucket, first, self._used)
         except UnplannedError as error:
             return failed_future(error)
 
-    def _before_waiting(self) -> None:
+    def before_waiting(self) -> None:
         self._sending.runtime.release()
 
-    def _end_hooked_step(self) -> None:
+    def ended(self) -> None:
         if self._next_buckets is None:
             self.runtime.end_step()
             self._restore_unused()
@@ -252,7 +238,7 @@ class DdpFrontend:
         if self._used is not None and ddp_model is not None:
             # the memory in which the answer of all ranks is, or will be; DDP does not lend it to a hook
             used, numbers, unused = ddp_model.reducer._get_local_used_map(), self._numbers, self.runtime.unused
-            self._used.ids.clear()
+            self._used.clear()
             (unused.restore_later if later else unused.restore)(lambda key: used[numbers[key]])
 
     def _end_shown_step(self, buckets: DdpBuckets) -> None:
@@ -266,14 +252,14 @@ class DdpFrontend:
         ddp_model = self._model()
         return ddp_model is not None and in_join(ddp_model)
 
-    def _synchronise_zeros(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
+    def follow(self, bucket: GradBucket, first: bool, last: bool) -> Future[Outcome]:
         """Take part in a step of the other ranks with a gradient of zeros, and send what residuals hold."""
         buckets = self._begun_buckets(first)
         runtime = buckets.runtime
         if (problem := runtime.problem) is not None:
             return failed_future(problem)
         votes = any(not unit.in_place and not unit.compressor.traits.averages for unit in runtime.plan.units)
-        if votes or self._request.enabled_scaler is not None:
+        if votes or self.request.enabled_scaler is not None:
             runtime.close()  # so that the others do not wait
             raise RuntimeError(_NO_INPUTS)
         sent = buckets.send_zeros(bucket, first, last, may_be_unused=self._used is not None)
@@ -284,7 +270,7 @@ class DdpFrontend:
                 runtime.end_step()
                 self._restore_unused(later=True)  # DDP exchanges what was used behind the buckets
             self._meet_uneven_steps()
-            self._calls.end_step_without_inputs()
+            self.calls.end_step(False)
         return sent
 
     # ---------------------------------------------------------------- steps
@@ -297,7 +283,8 @@ class DdpFrontend:
         ddp_model, was_late, self._is_late = self._model(), self._is_late, before is not None
         if ddp_model is not None and not self._has_hook and self._next_buckets is None:
             if before is not None:
-                average_late(ddp_model, self.parameters().values(), before, self._end_plain_step)
+                late = Averages(ddp_model, before, functools.partial(self._end_step, plain=True))
+                use_comm_hook(ddp_model, self.parameters().values(), late)
             elif was_late:
                 release_comm_hook(ddp_model)
         self._follow()
@@ -307,20 +294,21 @@ class DdpFrontend:
         has_hook = self._has_hook or self._next_buckets is not None or self._is_late  # which tells the ends of steps
         wanted = self._wants_steps and not has_hook and self.is_open and ddp_model is not None
         if wanted and self._step_ends is None and ddp_model is not None:
-            self._step_ends = StepEnds(ddp_model, self.parameters().values(), self._end_plain_step)
+            self._step_ends = StepEnds(
+                ddp_model, self.parameters().values(), functools.partial(self._end_step, plain=True)
+            )
         elif not wanted and self._step_ends is not None:
             self._step_ends.remove()
             self._step_ends = None
 
-    def _end_plain_step(self) -> None:
-        self.runtime.step += 1
-        self._end_step()
-
-    def _end_step(self) -> None:
-        if (ddp_model := self._model()) is not None and in_join(ddp_model):
+    def _end_step(self, plain: bool = False) -> None:
+        """Note the end of a step, which the runtime has not seen if it is a plain one."""
+        ddp_model = self._model()
+        self.runtime.step += plain
+        if ddp_model is not None and in_join(ddp_model):
             self._meet_uneven_steps()
-        self._calls.end_step()
-        if names := self._others.with_gradients():
+        self.calls.end_step(True)
+        if ddp_model is not None and (names := self._members.unknown_with_gradients(ddp_model.parameters_to_ignore)):
             raise RuntimeError(
                 f"gckernels: DDP does not average the gradient of {listed(names)}, added or thawed since the model was "
                 "wrapped, so the ranks would drift apart; wrap the module in a new DistributedDataParallel and attach "
@@ -329,7 +317,7 @@ class DdpFrontend:
             )
 
     def _meet_uneven_steps(self) -> None:
-        self._calls.meet_uneven_steps(self._next_buckets is None)  # otherwise the hook stays, and averages exactly
+        self.calls.meet_uneven_steps(self._next_buckets is None)  # otherwise the hook stays, and averages exactly
 
     @property
     def averages_now(self) -> bool:
@@ -343,10 +331,14 @@ class DdpFrontend:
         return ddp_model.no_sync()
 
     def deliver_to(self, names: Iterable[str]) -> None:
-        parameters, weak = self.parameters(), weakref.ref(self)
+        parameters = self.parameters()
         for name in names:
             if name not in self._delivers:
-                self._delivers[name] = on_accumulated(parameters[name], _deliverer(weak, name))
+                deliver = functools.partial(weakly(self._deliver), name)
+                self._delivers[name] = on_accumulated(parameters[name], deliver)
+
+    def _deliver(self, name: str, parameter: torch.Tensor) -> None:
+        self.calls.deliver(name, parameter)
 
     def overlap(self) -> Overlap | None:
         ddp_model = self._model()
@@ -358,15 +350,10 @@ class DdpFrontend:
 
     def sent_nbytes_per_step(self) -> float:
         if self._has_hook:
-            return self.runtime.sent_nbytes_per_step()
+            return super().sent_nbytes_per_step()
         return allreduce_sent_nbytes(self.averaged_nbytes, self.runtime.world_size)
 
 
-def _deliverer(weak: weakref.ref[DdpFrontend], name: str) -> Callable[[torch.Tensor], None]:
-    """The hook of a parameter. It refers to nothing that refers to the parameter."""
-
-    def hook(parameter: torch.Tensor) -> None:
-        if (frontend := weak()) is not None:
-            frontend._calls.deliver(name, parameter)
-
-    return hook
+def _adding(ids: set[int]) -> Callable[[torch.Tensor], None]:
+    """The hook of parameters, which refers to none."""
+    return lambda parameter: ids.add(id(parameter))

@@ -15,18 +15,14 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from ...engine.failures import Outcome
-from .averages import Averages
+from .averages import Averages, Handler, will_rebuild_buckets
 from .finalization import follow_finalization, keep_manual
 from .step_ends import call_after_backward, in_backward, in_join, misses_gradients
 
@@ -35,25 +31,6 @@ _BUILD = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_d
 _BUILD_PARAMETERS = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
 _ASSIGN = "_compute_bucket_assignment_by_size"
 """A private function by which DDP assigns parameters to its first buckets."""
-
-
-@dataclass(frozen=True)
-class Handler:
-    """The functions that handle the steps of a model with a communication hook.
-
-    Attributes:
-        synchronise: returns the future of a bucket. It is told whether the bucket is the first one of its step.
-        before_waiting: called when DDP will wait for the futures of the step; perhaps also before.
-        ended: called when DDP has averaged all gradients. All ranks are here together.
-        follow: returns the future of a bucket that takes part in a step of the other ranks, because this rank has no
-            inputs left in DDP's ``join()``. It is told whether the bucket is the first and the last one of that step,
-            after which no other function is called.
-    """
-
-    synchronise: Callable[[GradBucket, bool], Future[Outcome]]
-    before_waiting: Callable[[], None]
-    ended: Callable[[], None]
-    follow: Callable[[GradBucket, bool, bool], Future[Outcome]]
 
 
 class CommHook:
@@ -67,7 +44,7 @@ class CommHook:
     def __init__(self, ddp_model: DistributedDataParallel, parameters: Collection[torch.nn.Parameter]) -> None:
         self._model = weakref.ref(ddp_model)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self._handler = _plain(ddp_model)
+        self._handler: Handler = Averages(ddp_model)
         self._has_begun = False  # a step
         self._buckets: list[list[int]] = []  # the ids of the parameters of each bucket of DDP, in order
         self._knows_buckets = False  # they will be the same in the next step
@@ -130,13 +107,7 @@ class CommHook:
 
     def release(self, ddp_model: DistributedDataParallel) -> None:
         """Average as DDP does from now on, and let DDP do it itself from the end of a step on."""
-        self._handler, self._is_released = _plain(ddp_model), True
-
-
-def _plain(ddp_model: DistributedDataParallel) -> Handler:
-    """The functions that average as DDP does."""
-    averages = Averages(ddp_model)
-    return Handler(averages.synchronise, averages.before_waiting, lambda: None, averages.follow)
+        self._handler, self._is_released = Averages(ddp_model), True
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, CommHook] = weakref.WeakKeyDictionary()
@@ -171,13 +142,6 @@ def release_comm_hook(ddp_model: DistributedDataParallel) -> None:
     from the next end of a step outside of ``join()`` on, which may be the one that is running."""
     if (hook := comm_hook(ddp_model)) is not None:
         hook.release(ddp_model)
-
-
-def will_rebuild_buckets(ddp_model: Any) -> bool:
-    """Whether DDP still has its first buckets, one with all gradients, and will rebuild them when a backward has shown
-    their order. It is the same on all ranks, which rebuild their buckets together."""
-    rebuilds = ddp_model.static_graph or not ddp_model.find_unused_parameters
-    return rebuilds and not getattr(ddp_model, "_has_rebuilt_buckets", False)
 
 
 def can_rebuild(ddp_model: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from ..checks.model_hooks import ModelHook
+from ..checks.hooks import ModelHook, weakly
 from ..checks.models import on_accumulated
 from .finalization import follow_finalization
 
@@ -107,7 +107,7 @@ class StepEnds:
             self._watches_parameters = True
             for parameter in (reference() for reference in self._parameters):
                 if parameter is not None:
-                    self._handles.append(on_accumulated(parameter, _on_parameter(weakref.ref(self))))
+                    self._handles.append(on_accumulated(parameter, weakly(self.on_gradient)))
 
     def on_gradient(self, gradient: torch.Tensor) -> None:
         """Wait for the end of the backward that has made a gradient, if one is expected."""
@@ -172,16 +172,6 @@ def misses_gradients(ddp_model: DistributedDataParallel) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _on_parameter(reference: weakref.ref[StepEnds]) -> Callable[[torch.Tensor], None]:
-    """The hook of a parameter, into which the garbage collector does not look."""
-
-    def hook(parameter: torch.Tensor) -> None:
-        if (ends := reference()) is not None:
-            ends.on_gradient(parameter)
-
-    return hook
 
 
 def hook_gradients(output: Any, hook: Callable[[torch.Tensor], None]) -> bool:

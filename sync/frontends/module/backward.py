@@ -12,10 +12,10 @@ from torch.autograd import Variable
 from ...engine.failures import FailedBucket, Outcome
 from ...engine.runtime import Runtime
 from ..frontend import Before
+from ..members import Members, listed
 from ..ownership import refuse_wrapped
 from .buckets import Bucket, Slot
 from .layouts import Layouts
-from .members import Members, listed
 
 _HAS_GRAPH = (
     "gckernels: backward(create_graph=True) averages gradients, as under DDP, but not their derivatives: averaged "

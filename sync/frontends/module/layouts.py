@@ -12,8 +12,8 @@ from ...engine.runtime import Runtime
 from ...plans.buckets import cut_buckets
 from ...plans.checks import fitted_units
 from ...plans.strides import in_reals
+from ..members import Members, listed
 from .buckets import Bucket, make_bucket
-from .members import Members, listed
 
 _KEPT = 2
 

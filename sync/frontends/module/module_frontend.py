@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.utils import _sync_module_states
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ...engine.runtime import Runtime
 from ...plans.arguments import differentiable
 from ...plans.plan import Frontend, Plan
+from ..checks.hooks import weakly
 from ..checks.models import on_accumulated
-from ..frontend import NO_CALLS, Before, FrontendCalls, Overlap
-from ..ownership import keep_alive
+from ..frontend import Before, ModelFrontend
+from ..members import Members
 from ..request import Request
 from .backward import Backward
 from .layouts import Layouts
-from .members import Members
 from .module_checks import ModuleOptions, fitting
 
 _MIB = 2**20
@@ -32,7 +32,7 @@ _BUCKET_CAP_MB = 25.0
 _BROADCAST_NBYTES = 250 * _MIB
 
 
-class ModuleFrontend:
+class ModuleFrontend(ModelFrontend):
     """The hooks of a module's parameters, with their buckets. Construction is collective. Parameters and buffers of the
     module become those of rank 0.
 
@@ -44,43 +44,35 @@ class ModuleFrontend:
     """
 
     kind = Frontend.MODULE
-    can_agree = True
-    runtime: Runtime
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request, options: ModuleOptions) -> None:
-        self.group, self.device = request.group, request.device
-        self._request, self._options = request, options
+        super().__init__(request)
+        self._options = options
         self._members = Members(model, differentiable(model.named_parameters()))
         _sync_module_states(model, self.group, _BROADCAST_NBYTES, 0, set())
-        self._calls, self.is_open = NO_CALLS, False
-        self._hooks: list[Any] = []
-        self._let_go: Callable[[], None] = lambda: None
+        self._hooks: list[RemovableHandle] = []
         self._take(self._new_backward(self.new_runtime(plan)))
 
-    def open(self, calls: FrontendCalls) -> None:
-        """Register the hooks, and let the model keep the attachment."""
-        self._calls, weak = calls, weakref.ref(self)
+    def register(self) -> list[torch.nn.Module]:
+        weak = weakref.ref(self)
         self._hooks = [on_accumulated(each, _hook(weak, name)) for name, each in self.parameters().items()]
-        self._optimizers = register_optimizer_step_pre_hook(_before_optimizer(self._members))
-        self._let_go = keep_alive(self.modules, self._model_gone)
-        self.is_open = True
+        self._optimizers = register_optimizer_step_pre_hook(weakly(self._members.look_before))
+        return self.modules
+
+    def unregister(self) -> None:
+        self._optimizers.remove()
 
     def close(self) -> None:
         """Remove the hooks. Gradients are local from then on, and another attachment can be made for the same model."""
         for hook in self._hooks:
             hook.remove()
-        if self.is_open:
-            self.is_open = False
-            self._let_go()
-            self._optimizers.remove()
-        self.runtime.close()
+        super().close()
         self._backward.close()
-        self._calls = NO_CALLS
 
-    def _model_gone(self) -> None:
-        """End the attachment, but leave the hooks, which raise from then on: parameters may still be in use."""
+    def model_gone(self) -> None:
+        """Close the attachment, but leave the hooks, which raise from then on: parameters may still be in use."""
         hooks, self._hooks = self._hooks, []
-        self._calls.close()
+        super().model_gone()
         self._hooks = hooks
 
     @property
@@ -103,12 +95,6 @@ class ModuleFrontend:
     def checked(self, request: Request) -> tuple[Plan, list[str]]:
         return fitting(request, self._options, self.parameters())
 
-    def new_runtime(self, plan: Plan) -> Runtime:
-        return self._request.runtime(plan, self.parameters())
-
-    def is_ready(self, runtime: Runtime, builds_between: bool) -> bool:
-        return True
-
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
         runtime.follow(self.runtime)
         backward = self._new_backward(runtime)
@@ -122,13 +108,11 @@ class ModuleFrontend:
 
         return install
 
-    def abandon(self) -> None:
-        pass  # is_ready begins nothing
-
     def _new_backward(self, runtime: Runtime) -> Backward:
         """The backward passes of a runtime, with its buckets."""
         layouts = Layouts(runtime, self._members, (self._options.bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
-        return Backward(runtime, self._members, layouts, self._options.find_unused_parameters, _end_of_step(self))
+        find_unused, ended = self._options.find_unused_parameters, weakly(self._end_step)
+        return Backward(runtime, self._members, layouts, find_unused, ended)
 
     def _take(self, backward: Backward) -> None:
         """Let the runtime of these backward passes execute its plan."""
@@ -137,18 +121,12 @@ class ModuleFrontend:
 
     # ---------------------------------------------------------------- steps
 
-    def follow_steps(self, wanted: bool) -> None:
-        pass  # the hooks see all steps
-
     def launch_late(self, before: Before | None) -> None:
         self._backward.before_late = before
 
-    def deliver_to(self, names: Iterable[str]) -> None:
-        pass  # the hook of each parameter delivers before it takes the gradient
-
     def _end_step(self) -> None:
         self.averaged_nbytes = self._backward.nbytes
-        self._calls.end_step()
+        self.calls.end_step(True)
 
     @property
     def averages_now(self) -> bool:
@@ -164,26 +142,9 @@ class ModuleFrontend:
         finally:
             self._backward.accumulates_only = before
 
-    def overlap(self) -> Overlap | None:
-        return None
-
-    def sent_nbytes_per_step(self) -> float:
-        return self.runtime.sent_nbytes_per_step()
-
-
-def _end_of_step(frontend: ModuleFrontend) -> Callable[[], None]:
-    weak = weakref.ref(frontend)
-
-    def end() -> None:
-        if (frontend := weak()) is not None:
-            frontend._end_step()
-
-    return end
-
 
 def _hook(weak: weakref.ref[ModuleFrontend], name: str) -> Callable[[torch.Tensor], None]:
-    """The hook of a parameter. It refers to nothing that refers to the parameter: torch's hooks are in C++, where the
-    garbage collector sees no cycle."""
+    """The hook of a parameter. It refers to nothing that refers to the parameter."""
 
     def hook(parameter: torch.Tensor) -> None:
         frontend = weak()
@@ -192,18 +153,7 @@ def _hook(weak: weakref.ref[ModuleFrontend], name: str) -> Callable[[torch.Tenso
                 f"gckernels: the gradient of {name} is not synchronised any more: the model that was given to attach "
                 "is gone; keep the model, or close() the attachment before"
             )
-        frontend._calls.deliver(name, parameter)
+        frontend.calls.deliver(name, parameter)
         frontend._backward.on_gradient(name)
-
-    return hook
-
-
-def _before_optimizer(members: Members) -> Callable[..., None]:
-    """The hook of all optimizers of this process."""
-    weak = weakref.ref(members)
-
-    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (members := weak()) is not None:
-            members.look_before(optimizer)
 
     return hook

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from ...engine.recorded_step import RecordedStep
 from ...plans.names import summary_of
 from ...plans.plan import Plan
-from ..decisions import sentences, short_sentences
+from .sentences import failed
 from .spans import StepSpans, bounds_of, of_all_ranks
 from .training import NotBuilt, Steps, TunedTraining
 from .trials import PLAIN, UNCOUNTED, Trials, Turn
@@ -97,7 +97,8 @@ class Race:
                 self.trials = self.trials.without(turn.arm)
                 if self.trials.arms in ((), (PLAIN,)) or turn.arm == PLAIN:
                     raise
-                self._leave_out(self.arms[turn.arm], str(failure))
+                building = f"building {summary_of(self.arms[turn.arm], training.ranks.world_size)}"
+                training.say(failed(building, str(failure), "other plans"), level=logging.WARNING)
                 continue
             yield from self._take(turn)
         yield from training.changed(self.winner)
@@ -120,8 +121,3 @@ class Race:
         self.sent_nbytes[turn.arm], self.exposed_s[turn.arm] = nbytes, waited_s
         if recorded is not None:
             self.recorded[turn.arm] = recorded
-
-    def _leave_out(self, plan: Plan, error: str) -> None:
-        """Say that a plan is not tried, because it cannot be built."""
-        given = (f"building {summary_of(plan, self._training.ranks.world_size)}", error, "other plans")
-        self._training.say((sentences.failed(*given), short_sentences.failed(*given)), level=logging.WARNING)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from ...communication.clocks import CudaClock, WallClock
-from ...frontends.checks.model_hooks import ModelHook
+from ...frontends.checks.hooks import ModelHook
 
 Span = tuple[float, float]
 """The seconds of a begin and an end since the ranks have met."""

@@ -9,11 +9,12 @@ from typing import TypeAlias, TypeVar
 from ...communication.agreement import Disagreement, Failure, together
 from ...communication.ranks import Ranks
 from ...frontends.changes import PlanChanges
-from ...frontends.frontend import FrontendProtocol
+from ...frontends.frontend import ModelFrontend
 from ...frontends.listeners import Listeners
 from ...plans.plan import Plan
 from ...stats.decisions import Decision
 from ...stats.stats import Figures
+from .sentences import Sentences
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
@@ -37,9 +38,7 @@ class TunedTraining:
         ranks: all ranks.
     """
 
-    def __init__(
-        self, frontend: FrontendProtocol, changes: PlanChanges, figures: Figures, listeners: Listeners
-    ) -> None:
+    def __init__(self, frontend: ModelFrontend, changes: PlanChanges, figures: Figures, listeners: Listeners) -> None:
         self.frontend, self.listeners, self.ranks = frontend, listeners, Ranks(frontend.group, frontend.device)
         self._changes, self._figures = changes, figures
 
@@ -51,7 +50,7 @@ class TunedTraining:
     @property
     def steps(self) -> int:
         """The number of synchronised steps."""
-        return self._figures.steps
+        return self._figures.journal.step
 
     @property
     def policy(self) -> str:
@@ -95,19 +94,19 @@ class TunedTraining:
         self._figures.decide(decision)
 
     def say(
-        self, texts: tuple[str, str], plan: Plan | None = None, policy: str | None = None, level: int = logging.INFO
+        self, sentences: Sentences, plan: Plan | None = None, policy: str | None = None, level: int = logging.INFO
     ) -> None:
         """Decide for a plan without new figures.
 
         Args:
-            texts: the sentences for the log, and those for pages.
+            sentences: the sentences.
             plan: the plan; by default the one that runs.
             policy: the policy that has found it; by default that of the plan that runs.
             level: the level of the log.
         """
         fingerprint, policy = (plan or self.plan).fingerprint(), self.policy if policy is None else policy
-        self.decide(Decision(self.steps, texts[0], policy, fingerprint, level=level, short=texts[1]))
+        self.decide(Decision(self.steps, sentences.log, policy, fingerprint, level=level, short=sentences.page))
 
     def note_error(self, error: float) -> None:
-        """Let figures have ``error`` as the relative error of the gradients."""
-        self._figures.note_error(error)
+        """Let samples and figures have ``error`` as the relative error of the gradients."""
+        self._figures.journal.error = error

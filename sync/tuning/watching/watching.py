@@ -15,8 +15,7 @@ from ...communication.agreement import Failure, together
 from ...plans.numbers import two_digits
 from ...plans.plan import Plan
 from ...traces.model_trace import ModelTrace
-from ..decisions import short_sentences
-from ..decisions.sentences import drifted, failed, faster, link_changed, refined, tries_plain
+from ..trials.sentences import Sentences, drifted, failed, faster, link_changed, refined, tries_plain
 from ..trials.spans import StepSpans
 from ..trials.training import Refused, TunedTraining
 from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
@@ -95,7 +94,7 @@ class Running:
             drift, action = drift.after(window.step_s, window.steps)
             self._drift = drift
             if action is not Action.STAY:
-                self._say(*_reason(action, window.step_s, before.expected), training.plan)
+                self._say(_reason(action, window.step_s, before.expected), training.plan)
                 return action
             guard, faults = guard.after(window.readings)
             if faults and (yield from self._refine(faults, tuned)):
@@ -146,8 +145,8 @@ class Running:
         policy = self._policy
         self.found |= errors_of(plan, faults)
         self._policy = policy if after.compresses else "none"
-        for text, short in _refinements(plan, after, faults):
-            self._say(text, short, after, logging.WARNING)
+        for sentences in _refinements(plan, after, faults):
+            self._say(sentences, after, logging.WARNING)
         try:
             yield from training.changed(after)
         except Refused as refused:
@@ -157,33 +156,27 @@ class Running:
         return True
 
     def _say_failed(self, error: str, plan: Plan) -> None:
-        given = ("the choice of finer compressors", error, "the plan as it is")
-        self._say(failed(*given), short_sentences.failed(*given), plan, logging.WARNING)
+        self._say(failed("the choice of finer compressors", error, "the plan as it is"), plan, logging.WARNING)
 
-    def _say(self, text: str, short: str, plan: Plan, level: int = logging.INFO) -> None:
-        self._training.say((text, short), plan, self._policy, level)
+    def _say(self, sentences: Sentences, plan: Plan, level: int = logging.INFO) -> None:
+        self._training.say(sentences, plan, self._policy, level)
 
 
-def _reason(action: Action, step_s: float, expected: Expected) -> tuple[str, str]:
-    """The sentences for the log and for pages."""
+def _reason(action: Action, step_s: float, expected: Expected) -> Sentences:
     match action:
         case Action.REPLAN_LINK:
-            factor = expected.waiting(step_s)
-            return link_changed(step_s, expected.step_s, factor), short_sentences.link_changed(factor)
+            return link_changed(step_s, expected.step_s, expected.waiting(step_s))
         case Action.TRY_NONE if step_s < expected.step_s:
-            return faster(step_s, expected.step_s), short_sentences.faster(step_s, expected.step_s)
+            return faster(step_s, expected.step_s)
         case Action.TRY_NONE:
-            none_s = expected.none_s or 0.0
-            return tries_plain(step_s, none_s), short_sentences.tries_plain(step_s, none_s)
+            return tries_plain(step_s, expected.none_s or 0.0)
         case _:
-            text = drifted(step_s, expected.step_s, PATIENCE, WINDOW)
-            return text, short_sentences.drifted(step_s, expected.step_s)
+            return drifted(step_s, expected.step_s, PATIENCE, WINDOW)
 
 
-def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[tuple[str, str]]:
-    """The sentences, for the log and for pages, of units that go from one compressor to another for the same reason."""
-    names = ({unit.key: str(unit.compressor) for unit in plan.units} for plan in (before, after))
-    old, new = names
+def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[Sentences]:
+    """The sentences of units that go from one compressor to another for the same reason."""
+    old, new = ({unit.key: str(unit.compressor) for unit in plan.units} for plan in (before, after))
     alike: dict[tuple[str, str, bool], list[Fault]] = defaultdict(list)
     for fault in faults:
         alike[old[fault.key], new[fault.key], fault.grows].append(fault)
@@ -195,6 +188,5 @@ def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[tup
             if grows
             else f"the error is {two_digits(worst.error)}, and {two_digits(worst.limit)} are allowed"
         )
-        given = ([fault.key for fault in group], was, becomes, why)
-        texts.append((refined(*given), short_sentences.refined(*given)))
+        texts.append(refined([fault.key for fault in group], was, becomes, why))
     return texts

@@ -52,7 +52,7 @@ def train(compressor: str, with_ddp: bool, steps: int) -> dict[str, Any]:
     for step in range(steps):
         model(module.batch(step, rank)).backward()
     handle._figures.decide(Decision(steps, "chosen", "auto", handle.plan.fingerprint(), measured_s=1e-6, none_s=2e-6))
-    handle._figures.note_error(0.5)
+    handle._figures.journal.error = 0.5
     result = {"before": before, "after": handle.stats(), "samples": handle.samples, "text": repr(handle)}
     result |= {"sent": handle.sent_nbytes_per_step(), "numel": sum(each.numel() for each in module.parameters())}
     result |= {"decisions": handle.decisions, "traced": handle.recorded_step}

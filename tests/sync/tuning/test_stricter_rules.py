@@ -169,7 +169,7 @@ def replanned(limit):
     """Whether the plan that ran is tried again after its compressor has had a larger error."""
     training = Training("module", "safe", FOUR)
     training.train(0, STEPS + 2)
-    tuner, plan = training.handle._tuning._tuner, training.handle.plan
+    tuner, plan = training.handle._saved.tuning._tuner, training.handle.plan
     trace, stage = tuner._progress.tuned.trace, tuner._stages[0]
     names = {name for unit in plan.units for name in unit.parameters}
     worse = remembering(trace, {(name, str(BlockQuant(bits=4))): limit for name in names})

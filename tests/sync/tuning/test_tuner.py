@@ -96,7 +96,7 @@ def plain_steps(front, fault, where, is_tuned):
         model, handle = tuned_handle(front, module)
         handles.append(handle)
         if not is_tuned:
-            handle._tuning.close()
+            handle._saved.tuning.close()
         seen = train(model, module, range(STEPS), lambda _: digest_of(p.grad for p in module.parameters()))
     texts, listeners, policy = (
         [each.text for each in handle.decisions],
@@ -195,7 +195,7 @@ def alone():
     train(model, module, range(3), lambda _: None)
     finite = torch.isfinite(next(module.parameters())).all().item()
     return (
-        handle._tuning._tuner is None,
+        handle._saved.tuning._tuner is None,
         comm_hook(model) is None,
         len(handle.decisions),
         handle.stats()["step"],

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.attaching.proposers import LaterProposer
+from gckernels.sync.attaching.proposers import LaterPlans
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.tuning import uniform_candidates
 from gckernels.sync.tuning.trials.rules import STEPS
@@ -148,7 +148,7 @@ def adversaries() -> list[tuple[str, str, int, int, str]]:
 
     with (
         mock.patch.object(uniform_candidates, "candidates", candidates),
-        mock.patch.object(LaterProposer, "plans", predict_nothing),
+        mock.patch.object(LaterPlans, "plans", predict_nothing),
     ):
         makes, judges = models = [DistributedDataParallel(module) for module in modules]
         handles = [sync.attach(model) for model in models]

@@ -1,7 +1,8 @@
-"""Hooks of modules that leave copies of the modules alone."""
+"""Hooks that leave copies of a module alone, and hooks that keep nothing alive."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,3 +31,17 @@ class _NoHook:
 
     def __call__(self, *arguments: Any) -> None:
         pass
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a bound method as long as its object exists.
+
+    It does not keep that alive: torch's hooks are in C++, where the garbage collector sees no cycle.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (bound := weak()) is not None:
+            bound(*arguments)
+
+    return call

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard, full
 from ..communication.agreement import agreed
 from ..communication.collectives import all_gather
 from ..engine.runtime import Runtime
-from ..plans.plan import Plan, UnitPlan
+from ..plans.plan import UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.dcp_guard import Refusal, refuse_to_be_deeper
@@ -35,26 +35,12 @@ from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, sp
 from ..states.jobs import Job
 from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
 from ..states.resharding import check_fit, route
-from .parking import Parking
+from .saving import SavedTraining
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
 _PARKED = "parked"  # the name of what plans have left behind; its rows are the parts of the ranks
 _UNREAD = torch.nan  # marks elements that DCP has not loaded
-
-
-class Saved(Protocol):
-    """The parts of an attachment that a checkpoint saves and loads."""
-
-    @property
-    def runtime(self) -> Runtime: ...
-    @property
-    def parking(self) -> Parking: ...
-    @property
-    def adopts_plans(self) -> bool: ...
-    def notes(self) -> dict[str, str]: ...
-    def read_notes(self, job: Job) -> Callable[[], None]: ...
-    def adopt(self, saved: Plan) -> None: ...
 
 
 class Checkpoint:
@@ -64,7 +50,7 @@ class Checkpoint:
     ``checkpoint`` of an attachment creates it and documents its arguments.
     """
 
-    def __init__(self, saved: Saved, reads: Any, key: str | None) -> None:
+    def __init__(self, saved: SavedTraining, reads: Any, key: str | None) -> None:
         if not (reads is None or isinstance(reads, str | os.PathLike | StorageReader)):
             raise TypeError(f"checkpoint: reads must be a path or a StorageReader, got {type(reads).__name__}")
         if not (key is None or isinstance(key, str)):
@@ -128,13 +114,11 @@ class Checkpoint:
         found: dict[str, Any] = {HEADER: text_of(state | self._training.notes(), sizes)}
         feedback: RankState = state["feedback"]
         job = Job(runtime.plan, runtime.topology, state["step"], frozenset(state["units"]), {})
+        rows = [(kind, unit.key, width, feedback[kind].get(unit.key)) for unit, kind, width in _max_sizes(job)]
+        rows += [(_PARKED, name, width, parts.get(name)) for name, width in sizes.items()]
         mesh = self._mesh()
-        for unit, kind, width in _max_sizes(job):
-            residual = feedback[kind].get(unit.key, torch.zeros(0, dtype=torch.float32, device="cpu"))
-            found.setdefault(kind, {})[unit.key] = DTensor.from_local(_row(residual, width), mesh, [_ROWS])
-        for name, width in sizes.items():
-            row = _row(parts.get(name, torch.zeros(0, dtype=torch.float32, device="cpu")), width)
-            found.setdefault(_PARKED, {})[name] = DTensor.from_local(row, mesh, [_ROWS])
+        for kind, key, width, values in rows:
+            found.setdefault(kind, {})[key] = DTensor.from_local(_row(values, width), mesh, [_ROWS])
         return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
 
     # ---------------------------------------------------------------- loading
@@ -158,87 +142,71 @@ class Checkpoint:
 
     def _targets(self, job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
-        if self._runtime.world_size > 1:  # a job of one rank has no residuals
-            placements, ranks, mesh = self._placements(job), job.topology.world_size, self._mesh()
-            for unit, kind, width in _max_sizes(job):
-                found.setdefault(kind, {})[unit.key] = full(
-                    (ranks, width), _UNREAD, dtype=torch.float32, device_mesh=mesh, placements=[placements[unit.key]]
-                )
-            for unit, kind, numel in _factors(job):
-                found.setdefault(kind, {})[unit.key] = torch.full((numel,), _UNREAD, dtype=torch.float32, device="cpu")
-        for name, width in job.parked_sizes.items():
-            rows = full(
-                (job.topology.world_size, width),
-                _UNREAD,
-                dtype=torch.float32,
-                device_mesh=self._mesh(),
-                placements=[self._placement_of_parked(job)],
-            )
-            found.setdefault(_PARKED, {})[name] = rows
+        ranks, mesh = job.topology.world_size, self._mesh()
+        for kind, key, width, placement in self._spread(job):
+            rows = full((ranks, width), _UNREAD, dtype=torch.float32, device_mesh=mesh, placements=[placement])
+            found.setdefault(kind, {})[key] = rows
+        for kind, key, numel in self._factors(job):
+            found.setdefault(kind, {})[key] = torch.full((numel,), _UNREAD, dtype=torch.float32, device="cpu")
         return found
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
         """The job in the loaded ``state_dict``; raises :class:`ValueError` unless that is complete."""
+        rank, units = self._runtime.rank, {unit.key: unit for unit in job.plan.units}
         own: RankState = {kind: {} for kind in KINDS}
         columns: RankState = {kind: {} for kind in ENCODINGS}
-        if self._runtime.world_size > 1:
-            placements = self._placements(job)
-            for unit, kind, width in _max_sizes(job):
-                rows, shape = state_dict.get(kind, {}).get(unit.key), (job.topology.world_size, width)
-                if (
-                    not isinstance(rows, DTensor)
-                    or (*rows.shape,) != shape
-                    or rows.placements != (placements[unit.key],)
-                ):
-                    raise ValueError(_not_read(unit, kind))
-                if placements[unit.key] == _COLUMNS:
-                    columns[kind][unit.key] = rows.to_local()
-                else:
-                    encoding = kept_regions(unit, job.topology, self._runtime.rank)[kind]
-                    if size := unit.encoder(kind).traits.states * (encoding.stop - encoding.start):
-                        own[kind][unit.key] = rows.to_local()[0, :size]
-            for unit, kind, numel in _factors(job):
-                factor = state_dict.get(kind, {}).get(unit.key)
-                if not isinstance(factor, torch.Tensor) or (*factor.shape,) != (numel,):
-                    raise ValueError(_not_read(unit, kind))
-                own[kind][unit.key] = factor
-        parked = {name: self._parked(job, state_dict, name, width) for name, width in job.parked_sizes.items()}
+        parked: dict[str, torch.Tensor] = {}
+        for kind, key, width, placement in self._spread(job):
+            rows, expected = state_dict.get(kind, {}).get(key), ((job.topology.world_size, width), (placement,))
+            is_read = isinstance(rows, DTensor) and ((*rows.shape,), rows.placements) == expected
+            local: torch.Tensor | None = rows.to_local() if is_read else None
+            if kind == _PARKED:
+                if local is None or not local.isfinite().all():
+                    raise ValueError(f"checkpoint: what was parked of {key} has not been loaded, or holds inf or NaN")
+                parked[key] = local[0] if placement == _ROWS else local
+                continue
+            if local is None:
+                raise ValueError(_not_read(kind, key))
+            if placement == _COLUMNS:
+                columns[kind][key] = local
+                continue
+            encoding = kept_regions(units[key], job.topology, rank)[kind]
+            if size := units[key].encoder(kind).traits.states * (encoding.stop - encoding.start):
+                own[kind][key] = local[0, :size]
+        for kind, key, numel in self._factors(job):
+            factor = state_dict.get(kind, {}).get(key)
+            if not isinstance(factor, torch.Tensor) or (*factor.shape,) != (numel,):
+                raise ValueError(_not_read(kind, key))
+            own[kind][key] = factor
         for state in (own, columns):
             for kind, tensors in state.items():
                 for key, tensor in tensors.items():
                     require_finite("checkpoint", kind, key, tensor)
-        feedback = {self._runtime.rank: own}
-        return _SpreadJob(
-            job.plan,
-            job.topology,
-            job.step,
-            job.units,
-            feedback,
-            columns,
-            self._runtime,
-            notes=job.notes,
-            parked={self._runtime.rank: parked},
-            parked_sizes=job.parked_sizes,
-        )
+        shared = (job.plan, job.topology, job.step, job.units, {rank: own}, columns, self._runtime)
+        return _SpreadJob(*shared, notes=job.notes, parked={rank: parked}, parked_sizes=job.parked_sizes)
 
-    def _parked(self, job: Job, state_dict: dict[str, Any], name: str, width: int) -> torch.Tensor:
-        """The loaded part of what is parked of a parameter: the row of this rank, or columns of all rows."""
-        rows, placement = state_dict.get(_PARKED, {}).get(name), self._placement_of_parked(job)
-        shape = (job.topology.world_size, width)
-        is_loaded = isinstance(rows, DTensor) and ((*rows.shape,), rows.placements) == (shape, (placement,))
-        local: torch.Tensor | None = rows.to_local() if is_loaded else None
-        if local is None or not local.isfinite().all():
-            raise ValueError(f"checkpoint: what was parked of {name} has not been loaded, or holds inf or NaN")
-        return local[0] if placement == _ROWS else local
+    def _spread(self, job: Job) -> Iterator[tuple[str, str, int, Shard]]:
+        """The old tensors that are spread over the ranks: what was parked, and residuals, of which a new job of one
+        rank needs none.
 
-    def _placement_of_parked(self, job: Job) -> Shard:
-        return _ROWS if job.topology.world_size == self._runtime.world_size else _COLUMNS
-
-    def _placements(self, job: Job) -> dict[str, Shard]:
-        """For every unit, whether each rank reads its own row of the old residuals, or a part of the columns."""
+        Yields:
+            Kind, name, number of columns, and whether each rank reads its own row or a part of the columns.
+        """
         runtime = self._runtime
-        now = {unit.key: route(unit, runtime.topology) for unit in runtime.plan.units}
-        return {unit.key: _ROWS if route(unit, job.topology) == now[unit.key] else _COLUMNS for unit in job.plan.units}
+        if runtime.world_size > 1:
+            now = {unit.key: route(unit, runtime.topology) for unit in runtime.plan.units}
+            for unit, kind, width in _max_sizes(job):
+                yield kind, unit.key, width, _ROWS if route(unit, job.topology) == now[unit.key] else _COLUMNS
+        placement = _ROWS if job.topology.world_size == runtime.world_size else _COLUMNS
+        for name, width in job.parked_sizes.items():
+            yield _PARKED, name, width, placement
+
+    def _factors(self, job: Job) -> Iterator[tuple[str, str, int]]:
+        """Kind, unit and number of elements of each old factor, of which a new job of one rank needs none."""
+        for unit in job.plan.units if self._runtime.world_size > 1 else ():
+            if unit.key in job.units:
+                for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
+                    yield kind, unit.key, numel
 
     def _mesh(self) -> DeviceMesh:
         return DeviceMesh.from_group(self._runtime.group, _CPU.type)
@@ -308,24 +276,18 @@ def _max_sizes(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
                 yield unit, kind, width
 
 
-def _factors(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
-    for unit in job.plan.units:
-        if unit.key in job.units:
-            for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
-                yield unit, kind, numel
-
-
-def _row(values: torch.Tensor, width: int) -> torch.Tensor:
-    """A vector as ``[1, width]``, with zeros at its end."""
-    if values.numel() == width:
+def _row(values: torch.Tensor | None, width: int) -> torch.Tensor:
+    """A vector as ``[1, width]``, with zeros at its end; zeros if there is none."""
+    if values is not None and values.numel() == width:
         return values.view(1, width)
-    row = values.new_zeros(1, width)
-    row[0, : values.numel()] = values
+    row = torch.zeros(1, width, dtype=torch.float32, device=_CPU)
+    if values is not None:
+        row[0, : values.numel()] = values
     return row
 
 
-def _not_read(unit: UnitPlan, kind: str) -> str:
+def _not_read(kind: str, key: str) -> str:
     return (
-        f"checkpoint: the saved {NOUNS[kind]} of {unit.key} has not been loaded; to load into a new job, or into one "
+        f"checkpoint: the saved {NOUNS[kind]} of {key} has not been loaded; to load into a new job, or into one "
         "with another number of ranks or another plan, pass the checkpoint's path: checkpoint(reads=path)"
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
-from ...plans.arguments import plain_name
-from ...plans.strides import grad_strides
+from ..plans.arguments import plain_name
+from ..plans.strides import grad_strides
 
 _NO_ID = 0
 
@@ -48,9 +49,13 @@ class Members:
         references = (self._model, *self._owners)
         return [module for reference in references if (module := reference()) is not None]
 
+    def existing(self) -> dict[str, torch.nn.Parameter]:
+        """The known parameters that somebody still has, by name."""
+        return {name: each for name, reference in self.references.items() if (each := reference()) is not None}
+
     def registered(self) -> dict[str, torch.nn.Parameter]:
         """The known parameters that the model still has, by name."""
-        existing = {name: each for name, reference in self.references.items() if (each := reference()) is not None}
+        existing = self.existing()
         if self._model() is None:
             return existing
         found = set(map(id, self._now()))
@@ -73,7 +78,7 @@ class Members:
             self._trained, self._seen[:] = frozenset(trained), found
         return self._trained
 
-    def look_before(self, optimizer: torch.optim.Optimizer) -> None:
+    def look_before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Look for gradients that an optimizer would use although nobody has averaged them. Where only parameters that
         are not known have been trained, no backward was seen.
 
@@ -85,6 +90,24 @@ class Members:
         used = [parameter for parameter in self._unknown() if id(parameter) in local] if local else []
         if used:
             raise self._error(used)
+
+    def unknown_with_gradients(self, ignored: Collection[str]) -> list[str]:
+        """The names of parameters of the model that are not frozen, were not there, and have a gradient.
+
+        Args:
+            ignored: names of parameters that are left out.
+        """
+        names, references = self._names, self.references
+        found = set()
+        for each in self._now():  # in one function, because plain steps have no other work
+            if each is not None and each.requires_grad and each.grad is not None:
+                name = names.get(id(each))
+                if name is None or references[name]() is not each:
+                    found.add(id(each))
+        if not found:
+            return []
+        named = (pair for root in self._roots() for pair in root.named_parameters())
+        return [name for name, each in named if id(each) in found and name not in ignored]
 
     @property
     def have_changed(self) -> bool:
@@ -106,7 +129,8 @@ class Members:
 
         ``Module.parameters`` would take three times as long.
         """
-        stack: list[torch.nn.Module | None] = [*self._roots()]
+        model = self._model()
+        stack: list[torch.nn.Module | None] = [model] if model is not None else [*self.modules]
         found: list[torch.nn.Parameter | None] = []
         seen: set[int] = set()
         while stack:
