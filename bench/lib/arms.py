@@ -10,6 +10,7 @@ import argparse
 import datetime
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from bench.lib.models import Batch, Workload
+from bench.lib.models import WORKLOADS, Batch, Workload
 from gckernels import sync
-from gckernels.sync.lab import sent_nbytes
+from gckernels.sync.lab import Network, sent_nbytes
 
 PLAIN, AGAIN = "plain", "plain again"
 FP16_HOOK, BF16_HOOK, POWERSGD_HOOK = "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook(rank=4)"
@@ -62,6 +63,21 @@ def checked_arm(text: str) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Setting:
+    """The model, the data of this rank, and the machines that all arms of a measurement have in common."""
+
+    workload: Workload
+    batch: Batch
+    topology: sync.Topology
+
+    @classmethod
+    def of(cls, model: str, network: Network) -> Setting:
+        """The setting of a model of ``models.py`` on a network."""
+        batch = WORKLOADS[model].batch(torch.Generator().manual_seed(dist.get_rank()))
+        return cls(WORKLOADS[model], batch, sync.Topology(network.machines, network.ranks_per_machine))
+
+
 class Arm:
     """A model, its synchronisation and its optimizer, on a separate process group.
 
@@ -69,10 +85,9 @@ class Arm:
         spec: a plan; :class:`~gckernels.sync.Auto`; a compressor as :func:`gckernels.from_spec` takes it, with
             " through " and a name of ``sync.programs.PROGRAMS`` if the program is not the default one; plain DDP; one
             of :data:`HOOKS`; or :data:`SILENT`, whose steps take what DDP itself takes.
-        workload: the model.
-        batch: inputs and answers of every step.
-        topology: machines and ranks.
+        setting: the model, inputs and answers of every step, and the machines.
         timeout: timeout of its process group; the default is that of torch.
+        start_step: the first step of a plan that compresses.
 
     Attributes:
         model: the DDP model.
@@ -83,35 +98,35 @@ class Arm:
     def __init__(
         self,
         spec: str | sync.Plan | sync.Auto,
-        workload: Workload,
-        batch: Batch,
-        topology: sync.Topology,
+        setting: Setting,
         timeout: datetime.timedelta | None = None,
+        start_step: int = 0,
     ) -> None:
+        workload = setting.workload
         # PyTorch's PowerSGD starts collectives in callbacks of futures: with two buckets or more, Gloo hangs
         cap_mb = ONE_BUCKET_MB if spec == POWERSGD_HOOK else workload.bucket_cap_mb
         self._group = dist.new_group(timeout=timeout)
         self.model = DistributedDataParallel(workload.model(), process_group=self._group, bucket_cap_mb=cap_mb)
         self.attachment: sync.Attachment | None = None
-        self._loss, self._batch = workload.loss, batch
+        self._loss, self._batch = workload.loss, setting.batch
         start_s = time.perf_counter()
-        self._reduced_nbytes = self._attach(spec, topology)
+        self._reduced_nbytes = self._attach(spec, setting.topology, start_step)
         self.attach_s = time.perf_counter() - start_s
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def _attach(self, spec: str | sync.Plan | sync.Auto, topology: sync.Topology) -> Callable[[], float] | None:
+    def _attach(
+        self, spec: str | sync.Plan | sync.Auto, topology: sync.Topology, start_step: int
+    ) -> Callable[[], float] | None:
         """Register the hook; returns a function for the bytes that an arm without a compressor reduces in a step."""
         numel = sum(each.numel() for each in self.model.parameters())
         if isinstance(spec, sync.Plan | sync.Auto):
-            self.attachment = sync.attach(self.model, spec)
+            self.attachment = sync.attach(self.model, spec, start_step=start_step)
             return None
         if spec in (PLAIN, AGAIN):
             return lambda: 4.0 * numel
         if spec in (SILENT, *HOOKS):
             return use_hook(self.model, spec, self._group)
-        compressor, _, program = spec.partition(THROUGH)
-        plan = sync.uniform_plan(self.model, compressor, program=program or None, topology=topology)
-        self.attachment = sync.attach(self.model, plan)
+        self.attachment = sync.attach(self.model, plan_of(spec, self.model, topology))
         return None
 
     @property
@@ -120,11 +135,15 @@ class Arm:
         return self.attachment is not None and self.attachment.plan.compresses
 
     def step(self) -> tuple[float, float]:
-        """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile."""
-        before = sent_nbytes()
-        begin, _, _, end = self.ticks()
+        """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile; collective."""
+        before, step_s = sent_nbytes(), self.step_s()
         dist.barrier()  # all bytes of the step have arrived
-        return (end - begin) / 1e9, float(sent_nbytes() - before)
+        return step_s, float(sent_nbytes() - before)
+
+    def step_s(self) -> float:
+        """Train one step; returns its seconds."""
+        begin, _, _, end = self.ticks()
+        return (end - begin) / 1e9
 
     def backward_s(self) -> float:
         """Train one step; returns the seconds of backward."""
@@ -182,6 +201,12 @@ class Arm:
     def close(self) -> None:
         if self.attachment is not None:
             self.attachment.close()
+
+
+def plan_of(spec: str, model: torch.nn.Module, topology: sync.Topology) -> sync.Plan:
+    """The plan that compresses all of a model alike, by a compressor, which " through " a program may follow."""
+    compressor, _, program = spec.partition(THROUGH)
+    return sync.uniform_plan(model, compressor, program=program or None, topology=topology)
 
 
 def use_hook(model: DistributedDataParallel, hook: str, group: dist.ProcessGroup) -> Callable[[], float]:

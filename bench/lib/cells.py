@@ -9,30 +9,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from bench.lib.changes import served
+from bench.lib.cores import Stolen
+from bench.lib.models import WORKLOADS
 from bench.lib.program import python_arguments
 from bench.lib.record import csv_path, environment, merge_csv, read_csv
-from bench.lib.rounds import markdown
+from bench.lib.rounds import CPU, markdown
 from bench.lib.sizes import two_or_more
-from bench.lib.stolen import Stolen
-from gckernels.sync.lab import LinksError, Network, in_rank, links
+from gckernels.sync.lab import UNTHROTTLED, LinksError, Network, checked_rate, in_rank, links
 
 CELL = "BENCH_CELL"  # environment variable with the cell that a rank measures
 TIMEOUT = datetime.timedelta(minutes=5)  # for each collective
 VERSIONS = ("device", "python", "torch", "triton")  # a row with other ones is measured again
-CPU = torch.device("cpu")
 Row = dict[str, Any]
 
 
@@ -63,8 +63,8 @@ class Measurement:
         key: columns that identify a row.
         printed: columns that are printed when a cell has been measured.
         cells: returns the cells that the command line asks for.
-        measure: called on every rank of a cell, with the process group initialised; returns on rank 0 a row for each
-            arm, without the cell's columns, and on other ranks an empty list.
+        measure: called on every rank of a cell, with the process group initialised; returns a row for each arm, without
+            the cell's columns. The rows of rank 0 are written.
     """
 
     name: str
@@ -83,6 +83,53 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
         "--resume", action="store_true", help="skip what the file has already, with these versions and settings"
     )
     return made
+
+
+def add_networks(parser: argparse.ArgumentParser, models: Sequence[str], known: Collection[str] = WORKLOADS) -> None:
+    """Add the options for models, with their default, and for networks."""
+    parser.add_argument("--models", nargs="+", choices=list(known), default=list(models))
+    networks = parser.add_argument("--networks", nargs="+", type=checked_network, default=["2"], metavar="RANKS")
+    networks.help = "2, or 2x2 for machines x ranks"
+
+
+def add_grid(parser: argparse.ArgumentParser, models: Sequence[str], rates: Sequence[str], budget_s: int) -> None:
+    """Add the options of :func:`grid`, with their defaults."""
+    add_networks(parser, models)
+    rate = parser.add_argument("--rates", nargs="+", type=checked_rate, default=list(rates))
+    rate.help = 'of links between machines; "none" is no limit'
+    parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
+    parser.add_argument("--budget-s", type=int, default=budget_s, help="seconds for the rounds of the arms in memory")
+
+
+def grid(args: argparse.Namespace, arms: Callable[[Network], Sequence[str]], **columns: str | int) -> list[Cell]:
+    """A cell for each model, network and rate; ``columns`` are further ones that all cells share."""
+    cells = []
+    for model, network, rate in itertools.product(args.models, args.networks, args.rates):
+        made = network_of(network, rate, args.local_rate)
+        where = {"model": model, "network": network, "rate": rate, "local_rate": made.local_rate}
+        where |= {"max_rounds": args.rounds, "budget_s": args.budget_s} | columns
+        cells.append(Cell(made, where, tuple(dict.fromkeys(arms(made)))))
+    return cells
+
+
+def checked_network(text: str) -> str:
+    """A number of ranks such as ``2``, or of machines and of ranks on each such as ``2x2``, in its shortest form.
+
+    Raises:
+        ArgumentTypeError: the text is anything else.
+    """
+    machines, _, ranks = text.partition("x")
+    if not machines.isdecimal() or int(machines) < 2 or not (ranks or "1").isdecimal() or ranks == "0":
+        raise argparse.ArgumentTypeError(f"must be written like 2 ranks or 2x2 machines and ranks, got {text!r}")
+    return f"{int(machines)}x{int(ranks)}" if int(ranks or 1) > 1 else str(int(machines))
+
+
+def network_of(text: str, rate: str, local_rate: str = UNTHROTTLED) -> Network:
+    """The network of a :func:`checked_network`; ``local_rate`` is that of links inside machines of several ranks."""
+    machines, _, ranks = text.partition("x")
+    if not ranks:
+        return Network(int(machines), rate)
+    return Network(int(machines) * int(ranks), rate, int(ranks), local_rate)
 
 
 def main(measurement: Measurement, args: argparse.Namespace) -> int:
@@ -133,7 +180,7 @@ def unmeasured(cells: Sequence[Cell], rows: Sequence[dict[str, str]]) -> list[Ce
     left = []
     for cell in cells:
         wanted = here | {name: str(value) for name, value in cell.columns.items()}
-        found = {row["arm"] for row in rows if wanted.items() <= row.items()}
+        found = {row.get("arm", "") for row in rows if wanted.items() <= row.items()}
         arms = tuple(arm for arm in cell.arms if arm not in found)
         if arms:
             left.append(dataclasses.replace(cell, arms=arms))
@@ -151,7 +198,7 @@ def _measure_own(measurement: Measurement, args: argparse.Namespace) -> None:
     stolen = Stolen()
     rows = [cell.columns | row for row in measurement.measure(args, cell)]
     rows = [row | {"stolen": f"{stolen.part():.3f}"} for row in rows]
-    if rows:
+    if dist.get_rank() == 0 and rows:
         merge_csv(measurement.name, CPU, rows, measurement.key)
         print(f"\n{cell}\n\n{markdown(rows, measurement.printed)}\n", flush=True)
     dist.destroy_process_group()

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from gckernels.sync.lab import Links
+import torch.distributed as dist
+
+from gckernels.sync.lab import UNTHROTTLED, Links, Network
 
 ADDRESS = "BENCH_CHANGES"  # environment variable with the path of the socket
 ACTIONS = ("cut", "restore", "throttle")
-GATHER = "gather"
+GATHER, SWITCH = "gather", "switch"
 
 
 @contextlib.contextmanager
@@ -50,6 +52,21 @@ def change(action: str, *arguments: int | str) -> None:
         raise RuntimeError(f"{action} {' '.join(map(str, arguments))}: {problem}")
 
 
+def throttle(network: Network, rate: str) -> None:
+    """Give the links between machines another rate; collective."""
+    dist.barrier()
+    if dist.get_rank() == 0 and network.rate != UNTHROTTLED:
+        for machine in range(network.machines):
+            change("throttle", f"machine{machine}", rate)
+    dist.barrier()
+
+
+def switch_pid() -> int | None:
+    """The id of the process that delays packets; ``None`` if nothing is delayed."""
+    pid: int | None = _ask(SWITCH, None)
+    return pid
+
+
 def gather(value: Any) -> list[Any]:
     """The values of all ranks, in no particular order; every rank calls it."""
     found: list[Any] = _ask(GATHER, value)
@@ -73,7 +90,7 @@ def _serve(listener: Listener, made: Links) -> None:
         what, value = asked
         if what != GATHER:
             with connection:
-                connection.send(_changed(made, what, value))
+                connection.send(made.switch_pid if what == SWITCH else _changed(made, what, value))
             continue
         waiting.append((connection, value))
         if len(waiting) == made.network.ranks:

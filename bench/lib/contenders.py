@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -19,6 +19,8 @@ from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, PlanError
 from gckernels.sync.traces.model_trace import ModelTrace
+
+T = TypeVar("T")
 
 EXACT, SAFE, AGGRESSIVE, LOOSER = "exact", "safe", "aggressive", "looser"
 ACCURACIES = (EXACT, SAFE, AGGRESSIVE, LOOSER)
@@ -103,23 +105,29 @@ def rivals_of(arm: str, accuracies: Mapping[str, str]) -> list[str]:
 
 
 def policy_plans(arms: Collection[str], trace: ModelTrace, pricer: Pricer) -> dict[str, Planned]:
-    """The plans of those of ``arms`` that are policies, by the arm's name; collective, rank 0 makes them.
+    """The plans of those of ``arms`` that are policies, by the arm's name.
 
     A policy is missing that finds no plan, or one for which the profile lacks a price.
     """
-    made: list[dict[str, tuple[str, float]]] = [{}]
-    if dist.get_rank() == 0:
-        for accuracy in (SAFE, AGGRESSIVE):
-            problem = Problem(trace, pricer, Frontend.DDP, allowed_compressors(trace, accuracy))
-            for name, policy in STARTS.items():
-                if (arm := f"{POLICY}{name}, {accuracy}") in arms:
-                    try:
-                        plan = policy(problem)
-                        made[0][arm] = json.dumps(plan.to_json()), problem.step_s(plan)
-                    except (MachineError, PlanError, ProblemError) as error:
-                        print(f"{arm}: {error}", flush=True)
+    made = {}
+    for accuracy in (SAFE, AGGRESSIVE):
+        problem = Problem(trace, pricer, Frontend.DDP, allowed_compressors(trace, accuracy))
+        for name, policy in STARTS.items():
+            if (arm := f"{POLICY}{name}, {accuracy}") in arms:
+                try:
+                    plan = policy(problem)
+                    made[arm] = Planned(plan, problem.step_s(plan))
+                except (MachineError, PlanError, ProblemError) as error:
+                    print(f"{arm}: {error}", flush=True)
+    return made
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """The object that rank 0 makes; collective."""
+    made = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
-    return {arm: Planned(sync.Plan.from_json(json.loads(text)), step_s) for arm, (text, step_s) in made[0].items()}
+    found: Any = made[0]
+    return found
 
 
 def distinct(plans: Mapping[str, sync.Plan]) -> dict[str, str]:

@@ -41,6 +41,18 @@ def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -
     return results
 
 
+def slowest(rounds: Sequence[Sequence[float]]) -> torch.Tensor:
+    """The largest values over all ranks, ``[rounds, values]``; collective."""
+    values = torch.tensor(rounds, dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+def rounds_within(budget_s: float, round_s: float, least: int, most: int) -> int:
+    """The number of rounds that fit into a budget, given the seconds of one on this rank; collective."""
+    return min(most, max(least, round(budget_s / float(slowest([(round_s,)])))))
+
+
 def seconds(call: Callable[[], object], device: torch.device = CPU) -> float:
     """Seconds until the work of one call is done."""
     start = time.perf_counter()

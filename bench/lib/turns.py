@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bench.lib.arms import Arm
-from bench.lib.rounds import take_turns
+from bench.lib.rounds import rounds_within, slowest, take_turns
 from gckernels.sync.lab import sent_nbytes
 
 TURN_S = 0.4  # a turn has as many steps as fit
@@ -65,10 +65,10 @@ def measured(arms: Mapping[str, Arm], budget_s: float, least: int, most: int) ->
         most: the number of rounds at most.
     """
     short = {name: functools.partial(turn, arm, 1) for name, arm in arms.items()}
-    alone_s = {name: float(_largest(each)[0]) for name, each in take_turns(short, 1, 1).items()}
+    alone_s = {name: float(slowest(each)[0, 0]) for name, each in take_turns(short, 1, 1).items()}
     counts = {name: steps_of_a_turn(each_s) for name, each_s in alone_s.items()}
     round_s = sum((counts[name] + (counts[name] > 1)) * alone_s[name] for name in arms)
-    rounds = min(most, max(least, round(budget_s / round_s)))
+    rounds = rounds_within(budget_s, round_s, least, most)
     turns = take_turns({name: functools.partial(turn, arm, counts[name]) for name, arm in arms.items()}, rounds, 0)
     return {name: _over_ranks(each) for name, each in turns.items()}
 
@@ -87,14 +87,8 @@ def ratio_of(values: Sequence[float], others: Sequence[float]) -> tuple[float, f
     return middle, 0.93 * (high - low) / len(values) ** 0.5
 
 
-def _largest(turns: Sequence[tuple[float, float, float]]) -> torch.Tensor:
-    values = torch.tensor([step_s for step_s, _, _ in turns], dtype=torch.float64)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values
-
-
 def _over_ranks(turns: Sequence[tuple[float, float, float]]) -> Turns:
     means = torch.tensor(turns, dtype=torch.float64)[:, 1:].contiguous()
     dist.all_reduce(means)
     means /= dist.get_world_size()
-    return Turns(tuple(_largest(turns).tolist()), tuple(means[:, 0].tolist()), tuple(means[:, 1].tolist()))
+    return Turns(tuple(slowest(turns)[:, 0].tolist()), tuple(means[:, 0].tolist()), tuple(means[:, 1].tolist()))

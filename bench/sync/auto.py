@@ -32,21 +32,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import gckernels
 from bench.lib import cells
-from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, THROUGH, WARM_UP, Arm
-from bench.lib.binding import keep_to_own_cores
+from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, THROUGH, WARM_UP, Arm, Setting, plan_of
 from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.changes import throttle
 from bench.lib.contenders import (
     ARMS,
     POLICY_ARMS,
@@ -58,14 +54,15 @@ from bench.lib.contenders import (
     accuracy_on,
     checked_contender,
     distinct,
+    from_rank_0,
     policy_plans,
     summary,
 )
-from bench.lib.models import WORKLOADS, Batch, Workload
+from bench.lib.cores import keep_to_own_cores
+from bench.lib.rounds import slowest
 from bench.lib.turns import Turns, measured, ratio_of
-from bench.sync.steps import ranks_of, slowest, throttle
 from gckernels import sync
-from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
+from gckernels.sync.lab import UNTHROTTLED
 from gckernels.sync.planner.timeline.pricing import Pricer
 
 KEY = ("model", "network", "rate", "arm")
@@ -78,14 +75,10 @@ PROFILE_S, RECORDED_STEPS = 45, 5
 
 def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(MODELS))
-    parser.add_argument("--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2")
-    parser.add_argument("--rates", nargs="+", type=checked_rate, default=list(RATES))
-    parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
+    cells.add_grid(parser, MODELS, RATES, BUDGET_S)
     arms = parser.add_argument("--arms", nargs="+", type=checked_contender, default=list(ARMS), metavar="ARM")
     arms.help = "arms beside plain DDP"
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help="arms in memory beside those that have chosen")
-    parser.add_argument("--budget-s", type=int, default=BUDGET_S, help="seconds for the rounds of the arms in memory")
     parser.add_argument("--profile-s", type=int, default=PROFILE_S, help="seconds for the profile that policies need")
     parser.add_argument("--race", action="store_true", help="compare the plans with and without predictions")
     return parser.parse_args()
@@ -93,38 +86,13 @@ def parse_args() -> argparse.Namespace:
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network and rate."""
-    found = []
-    for (machines, ranks), model, rate in itertools.product(args.networks, args.models, args.rates):
-        local_rate = args.local_rate if ranks > 1 else UNTHROTTLED
-        columns: dict[str, str | int] = {
-            "model": model,
-            "network": f"{machines}x{ranks}" if ranks > 1 else str(machines),
-        }
-        columns |= {"rate": rate}
-        columns |= {"local_rate": local_rate, "max_rounds": args.rounds, "budget_s": args.budget_s}
-        arms = RACE_ARMS if args.race else tuple(dict.fromkeys((PLAIN, AGAIN, *args.arms)))
-        found.append(Cell(Network(machines * ranks, rate, ranks, local_rate), columns, arms))
-    return found
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The model, the data and the machines of a cell."""
-
-    workload: Workload
-    batch: Batch
-    topology: sync.Topology
-
-    def arm(self, spec: Any) -> Arm:
-        return Arm(spec, self.workload, self.batch, self.topology)
+    return cells.grid(args, lambda network: RACE_ARMS if args.race else (PLAIN, AGAIN, *args.arms))
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
-    """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
+    """Measure the arms of a cell; returns their rows."""
     keep_to_own_cores()
-    workload = WORKLOADS[str(cell.columns["model"])]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    setting = Setting(workload, batch, sync.Topology(cell.network.machines, cell.network.ranks_per_machine))
+    setting = Setting.of(str(cell.columns["model"]), cell.network)
     tuned, columns = {}, {}
     for name in [name for name in TUNED if name in cell.arms]:
         tuned[name], columns[name] = _tuned(name, setting)
@@ -152,13 +120,13 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         rows[name] = (rows[PLAIN] | {"rounds": 0} if other is None else rows[other]) | {"arm": name, "same_as": other}
     for name, row in rows.items():
         row["accuracy"] = accuracies.get(name, accuracy_of(name))
-    return [rows[name] for name in cell.arms] if dist.get_rank() == 0 else []
+    return [rows[name] for name in cell.arms]
 
 
 def _ready(cell: Cell, setting: Setting, names: Sequence[str], plans: Mapping[str, Planned]) -> dict[str, Arm]:
     """New arms after their first steps, which send everything: they run on links that are not throttled; collective."""
     throttle(cell.network, UNTHROTTLED)
-    arms = {name: setting.arm(plans[name].plan if name in plans else name) for name in names}
+    arms = {name: Arm(plans[name].plan if name in plans else name, setting) for name in names}
     for arm in arms.values():
         for _ in range(WARM_UP):
             arm.ticks()
@@ -169,10 +137,9 @@ def _ready(cell: Cell, setting: Setting, names: Sequence[str], plans: Mapping[st
 def _tuned(name: str, setting: Setting) -> tuple[Arm, Row]:
     """An arm that has chosen its plan, and what that took; collective."""
     dist.barrier()
-    arm = setting.arm(TUNED[name])
+    arm = Arm(TUNED[name], setting)
     assert arm.attachment is not None
-    ticks = [arm.ticks() for _ in range(TUNING_STEPS[name])]
-    steps_s = slowest([((end - begin) / 1e9,) for begin, _, _, end in ticks])[:, 0].tolist()
+    steps_s = slowest([(arm.step_s(),) for _ in range(TUNING_STEPS[name])])[:, 0].tolist()
     row: Row = {"attach_s": f"{arm.attach_s:.2f}", "tuning_s": f"{sum(steps_s):.2f}"}
     row |= {"tuning_steps": len(steps_s), "pause_s": f"{max(steps_s) - max(steps_s[1:4]):.2f}"}
     for decision in arm.attachment.decisions:
@@ -186,12 +153,9 @@ def _plans(cell: Cell, setting: Setting, profile_s: int) -> tuple[dict[str, Plan
 
     The profile that policies need is measured on links of the cell's rate.
     """
-    plans = {}
-    model = setting.arm(PLAIN)
-    for name in [name for name in cell.arms if name not in (PLAIN, AGAIN, *TUNED, *HOOKS, *POLICY_ARMS)]:
-        compressor, _, program = name.partition(THROUGH)
-        plan = sync.uniform_plan(model.model, compressor, program=program or None, topology=setting.topology)
-        plans[name] = Planned(plan)
+    model = Arm(PLAIN, setting)
+    names = [name for name in cell.arms if name not in (PLAIN, AGAIN, *TUNED, *HOOKS, *POLICY_ARMS)]
+    plans = {name: Planned(plan_of(name, model.model, setting.topology)) for name in names}
     policies = [name for name in cell.arms if name in POLICY_ARMS]
     if not plans and not policies:
         return {}, {}
@@ -205,7 +169,7 @@ def _plans(cell: Cell, setting: Setting, profile_s: int) -> tuple[dict[str, Plan
     accuracies = {name: accuracy_on(planned.plan, recording.trace) for name, planned in plans.items()}
     if policies:
         profile = sync.profile(seconds=profile_s, compressors=methods, topology=setting.topology)
-        plans |= policy_plans(policies, recording.trace, Pricer(profile))
+        plans |= from_rank_0(lambda: policy_plans(policies, recording.trace, Pricer(profile)))
     return plans, accuracies
 
 

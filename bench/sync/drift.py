@@ -31,19 +31,16 @@ import sys
 import threading
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from bench.lib import cells, changes
-from bench.lib.arms import PLAIN, WARM_UP, Arm
-from bench.lib.binding import keep_to_own_cores
-from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.arms import PLAIN, WARM_UP, Arm, Setting
+from bench.lib.cells import Cell, Measurement, Row, network_of
 from bench.lib.contenders import SAFE, SETTLED, TUNED, summary
-from bench.lib.models import WORKLOADS
+from bench.lib.cores import keep_to_own_cores
+from bench.lib.rounds import slowest
 from bench.lib.step_tables import bits_per_s
 from bench.lib.turns import measured, ratio_of
-from bench.sync.steps import ranks_of, slowest, throttle
-from gckernels import sync
 from gckernels.sync.lab import Network, checked_rate
 
 KEY = ("model", "network", "rate", "change", "arm")
@@ -58,8 +55,7 @@ COURSE = ("settled_after", "decisions", "longest_s", "before_s", "curve")
 
 def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["transformer_1m"])
-    parser.add_argument("--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2")
+    cells.add_networks(parser, ["transformer_1m"])
     parser.add_argument("--rate", type=checked_rate, default="1gbit", help="of links before they are throttled or cut")
     parser.add_argument("--slow-rate", type=checked_rate, default="100mbit", help="of links before they are freed")
     parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES))
@@ -72,12 +68,11 @@ def parse_args() -> argparse.Namespace:
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network and change."""
     found = []
-    for (machines, ranks), model, change in itertools.product(args.networks, args.models, args.changes):
+    for network, model, change in itertools.product(args.networks, args.models, args.changes):
         rate = args.slow_rate if change == "free" else args.rate
-        network = f"{machines}x{ranks}" if ranks > 1 else str(machines)
         columns: dict[str, str | int] = {"model": model, "network": network, "rate": rate, "change": change}
         columns |= {"before": args.before, "steps": args.steps, "max_rounds": args.rounds, "budget_s": args.budget_s}
-        found.append(Cell(Network(machines * ranks, rate, ranks), columns, ARMS))
+        found.append(Cell(network_of(network, rate), columns, ARMS))
     return found
 
 
@@ -88,20 +83,18 @@ def rate_after(rate: str, change: str) -> str:
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
-    """Measure a cell; returns its rows on rank 0, an empty list on the others."""
+    """Measure a cell; returns its rows."""
     keep_to_own_cores()
-    workload = WORKLOADS[str(cell.columns["model"])]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
-    followed = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
+    setting = Setting.of(str(cell.columns["model"]), cell.network)
+    followed = Arm(TUNED[f"auto, {SAFE}"], setting)
     trained(followed, SETTLED)
     before = trained(followed, args.before)
     _change(cell.network, str(cell.columns["change"]))
     after = trained(followed, args.steps)
-    fresh = Arm(TUNED[f"auto, {SAFE}"], workload, batch, topology)
+    fresh = Arm(TUNED[f"auto, {SAFE}"], setting)
     fresh.model.load_state_dict(followed.model.state_dict())  # gradients with the same errors of compressors
     trained(fresh, SETTLED)
-    arms = {"followed": followed, "fresh": fresh, PLAIN: Arm(PLAIN, workload, batch, topology)}
+    arms = {"followed": followed, "fresh": fresh, PLAIN: Arm(PLAIN, setting)}
     for _ in range(WARM_UP):
         arms[PLAIN].ticks()
     turns = measured(arms, args.budget_s, ROUNDS_MIN, args.rounds)
@@ -114,7 +107,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         row["chosen"] = "nothing" if arm.attachment is None else summary(arm.attachment.plan)
         rows.append(row | (_course(before, after) if name == "followed" else {}))
         arm.close()
-    return rows if dist.get_rank() == 0 else []
+    return rows
 
 
 @dataclass(frozen=True)
@@ -135,17 +128,16 @@ class Trained:
 def trained(arm: Arm, steps: int) -> Trained:
     """Train some steps of an arm that chooses its plan; collective."""
     assert arm.attachment is not None
-    known, ticks, plan_changes = len(arm.attachment.decisions), [], []
+    known, steps_s, plan_changes = len(arm.attachment.decisions), [], []
     for step in range(1, steps + 1):
         plan = arm.attachment.plan
-        begin, _, _, end = arm.ticks()
-        ticks.append(((end - begin) / 1e9,))
+        steps_s.append((arm.step_s(),))
         if arm.attachment.plan is not plan:
             plan_changes.append(step)
     decisions = [decision.text for decision in arm.attachment.decisions[known:]]
     if decisions and dist.get_rank() == 0:
         print("\n".join(decisions), flush=True)
-    return Trained(slowest(ticks)[:, 0].tolist(), plan_changes, decisions)
+    return Trained(slowest(steps_s)[:, 0].tolist(), plan_changes, decisions)
 
 
 def _course(before: Trained, after: Trained) -> Row:
@@ -160,7 +152,7 @@ def _course(before: Trained, after: Trained) -> Row:
 def _change(network: Network, change: str) -> None:
     """Throttle, free or cut the links between machines; collective."""
     if change != "cut":
-        throttle(network, rate_after(network.rate, change))
+        changes.throttle(network, rate_after(network.rate, change))
         return
     if dist.get_rank() == 0:
         changes.change("cut", FAILING)

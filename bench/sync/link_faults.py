@@ -27,18 +27,15 @@ import sys
 import threading
 import time
 
-import torch
 import torch.distributed as dist
 
 from bench.lib import cells, changes
-from bench.lib.arms import FP16_HOOK, PLAIN, WARM_UP, Arm
+from bench.lib.arms import FP16_HOOK, PLAIN, WARM_UP, Arm, Setting
 from bench.lib.bounds import Alone
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.goodput import goodput
-from bench.lib.models import WORKLOADS
 from bench.lib.sizes import two_or_more
 from bench.lib.step_tables import bits_per_s
-from gckernels import sync
 from gckernels.sync.lab import Network, checked_rate
 
 KEY = ("fault", "world_size", "rate", "arm")
@@ -70,11 +67,9 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
-    """Measure an arm while the link fails; returns its row on rank 0, an empty list on the others."""
-    workload, (spec,) = WORKLOADS[MODEL], cell.arms
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    arm = Arm(spec, workload, batch, sync.Topology(args.world_size), timeout)
+    """Measure an arm while the link fails; returns its row."""
+    (spec,) = cell.arms
+    arm = Arm(spec, Setting.of(MODEL, cell.network), datetime.timedelta(seconds=TIMEOUT_S))
     for _ in range(WARM_UP):
         arm.ticks()
     row: Row = {"arm": spec, "before_s": _median_step_s(arm, args.rounds)}
@@ -88,7 +83,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         case "slow":
             row |= _slow(arm, args.rounds, args.rate)
     arm.close()
-    return [row] if dist.get_rank() == 0 else []
+    return [row]
 
 
 def _pause(arm: Arm, rounds: int) -> Row:
@@ -97,7 +92,7 @@ def _pause(arm: Arm, rounds: int) -> Row:
         changes.change("cut", FAILING)
         threading.Timer(PAUSE_S, changes.change, ("restore", FAILING)).start()
     changes.gather(None)  # the link is cut before any rank goes on
-    fault_s = max(changes.gather(_step_s(arm)))
+    fault_s = max(changes.gather(arm.step_s()))
     return {"fault_s": f"{fault_s:.3f}", "after_s": _median_step_s(arm, rounds), "equal": _equal(arm)}
 
 
@@ -123,7 +118,7 @@ def _slow(arm: Arm, rounds: int, rate: str) -> Row:
     if dist.get_rank() == 0:
         changes.change("throttle", FAILING, f"{round(bits_per_s(rate) / 10_000)}kbit")
     changes.gather(None)
-    _step_s(arm)  # the connections find their new rate
+    arm.step_s()  # the connections find their new rate
     after_s = _median_step_s(arm, rounds)
     equal = _equal(arm)
     forward_s, backward_s, optimizer_s = (max(values) for values in zip(*changes.gather(arm.alone()), strict=True))
@@ -132,15 +127,9 @@ def _slow(arm: Arm, rounds: int, rate: str) -> Row:
     return {"after_s": after_s, "expected_s": f"{expected_s:.5f}", "equal": equal}
 
 
-def _step_s(arm: Arm) -> float:
-    """Seconds of a step."""
-    begin, _, _, end = arm.ticks()
-    return (end - begin) / 1e9
-
-
 def _median_step_s(arm: Arm, rounds: int) -> str:
     """The median of the seconds of steps, each on the slowest rank; collective."""
-    seconds = [max(changes.gather(_step_s(arm))) for _ in range(rounds)]
+    seconds = [max(changes.gather(arm.step_s())) for _ in range(rounds)]
     return f"{statistics.median(seconds):.5f}"
 
 

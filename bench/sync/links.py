@@ -15,46 +15,59 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
 import os
 import socket
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bench.lib.program import python_arguments
-from bench.lib.record import merge_csv
-from bench.lib.rounds import markdown
-from gckernels.sync.lab import UNTHROTTLED, Links, LinksError, Network, checked_rate, in_rank, links
+from bench.lib import cells
+from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.changes import switch_pid
+from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
 from gckernels.sync.lab.schedule import seconds
 
-NAME = "links"
 KEY = ("rate", "delay_s")
-RESULT = "BENCH_LINKS_RESULT"  # environment variable with the file in which rank 0 writes
+PRINTED = ("round_trip_us", "goodput_mbit_per_s", "switch_cores", "allreduce_median_mbit_per_s")
 PORT, TRIPS, TRANSFER_S, PART_NBYTES = 9000, 500, 3.0, 2**20
 CALLS, LARGEST_NBYTES = 12, 2**26
-CPU = torch.device("cpu")
 
 
 def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = cells.parser(__doc__, CALLS)
     rates = ["10mbit", "100mbit", "1gbit", UNTHROTTLED]
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=rates)
     parser.add_argument("--delays", nargs="+", type=seconds, default=[0.0, 0.0001, 0.001, 0.01])
     return parser.parse_args()
 
 
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each rate and delay."""
+    return [
+        Cell(Network(2, rate, delay_s=delay_s), {"rate": rate, "delay_s": f"{delay_s:g}"}, ("",))
+        for rate, delay_s in itertools.product(args.rates, args.delays)
+    ]
+
+
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Measure the links of a network; returns the row."""
+    row: Row = {}
+    if dist.get_rank() == 0:
+        row = send(cell.network.address(1))
+    else:
+        receive()
+    return [row | reduce(row.get("goodput_mbit_per_s", 0.0), args.rounds)]
+
+
 def send(receiver: str) -> dict[str, float]:
     """Measure round trips, then the goodput; runs in rank 0."""
     trips: list[float] = []
+    switch = switch_pid()
     with _connected(receiver) as connection:
         for _ in range(TRIPS):
             start_s = time.perf_counter()
@@ -62,14 +75,14 @@ def send(receiver: str) -> dict[str, float]:
             connection.recv(1)
             trips.append(1e6 * (time.perf_counter() - start_s))
         part, nbytes, start_s = bytes(PART_NBYTES), 0, time.perf_counter()
-        cpu_s = _switch_cpu_s()
+        cpu_s = _cpu_s(switch)
         while time.perf_counter() < start_s + TRANSFER_S:
             connection.sendall(part)
             nbytes += PART_NBYTES
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1)  # everything has arrived
         elapsed_s = time.perf_counter() - start_s
-        share = (_switch_cpu_s() - cpu_s) / elapsed_s
+        share = (_cpu_s(switch) - cpu_s) / elapsed_s
     percentile_90 = statistics.quantiles(trips, n=10)[-1]
     return {
         "round_trip_us": round(statistics.median(trips), 1),
@@ -93,34 +106,21 @@ def receive() -> None:
         connection.sendall(b"x")
 
 
-def reduce(goodput_mbit_per_s: float) -> dict[str, float]:
-    """Measure all-reduces of as many bytes as the links take in the seconds of a transfer; runs in both ranks."""
-    dist.init_process_group("gloo")
+def reduce(goodput_mbit_per_s: float, calls: int) -> dict[str, float]:
+    """Measure all-reduces of as many bytes as the links take in the seconds of a transfer; collective."""
     goodput = torch.tensor(goodput_mbit_per_s)
     dist.broadcast(goodput, 0)
-    nbytes = min(int(goodput.item() * 1e6 / 8 * TRANSFER_S / CALLS), LARGEST_NBYTES)
+    nbytes = min(int(goodput.item() * 1e6 / 8 * TRANSFER_S / calls), LARGEST_NBYTES)
     vector = torch.zeros(nbytes // 4)
     rates = []
-    for _ in range(CALLS + 1):
+    for _ in range(calls + 1):
         dist.barrier()
         start_s = time.perf_counter()
         dist.all_reduce(vector)
         rates.append(8e-6 * nbytes / (time.perf_counter() - start_s))  # each of two ranks sends half of it twice
-    dist.destroy_process_group()
     del rates[0]  # its connections and buffers are new
     found = {"median": statistics.median(rates), "least": min(rates), "largest": max(rates)}
     return {f"allreduce_{name}_mbit_per_s": round(rate, 1) for name, rate in found.items()}
-
-
-def measure(made: Links, arguments: Sequence[str]) -> dict[str, Any]:
-    """The row of a network, without the environment."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "result.json")
-        os.environ[RESULT] = json.dumps({"path": str(path), "switch": made.switch_pid})
-        if any(made.run(*arguments)):
-            raise SystemExit("a rank has failed")
-        result: dict[str, Any] = json.loads(path.read_text())
-    return {"rate": made.network.rate, "delay_s": f"{made.network.delay_s:g}"} | result
 
 
 def _connected(receiver: str) -> socket.socket:
@@ -133,9 +133,8 @@ def _connected(receiver: str) -> socket.socket:
         time.sleep(0.05)
 
 
-def _switch_cpu_s() -> float:
-    """Seconds of a core that the switch has taken so far; 0 if there is none."""
-    pid = json.loads(os.environ[RESULT])["switch"]
+def _cpu_s(pid: int | None) -> float:
+    """Seconds of a core that a process has taken so far; 0 if there is none."""
     if pid is None:
         return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -143,28 +142,7 @@ def _switch_cpu_s() -> float:
 
 
 def main() -> int:
-    args = parse_args()
-    if in_rank():
-        if os.environ["RANK"] == "0":
-            measured = send(Network(2).address(1))
-            measured |= reduce(measured["goodput_mbit_per_s"])
-            Path(json.loads(os.environ[RESULT])["path"]).write_text(json.dumps(measured))
-        else:
-            receive()
-            reduce(0.0)
-        return 0
-    rows = []
-    for rate in args.rates:
-        for delay_s in args.delays:
-            try:
-                with links(Network(2, rate, delay_s=delay_s)) as made:
-                    rows.append(measure(made, [*python_arguments(sys.argv[0]), *sys.argv[1:]]))
-            except LinksError as error:
-                print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-                return 2
-    merge_csv(NAME, CPU, rows, KEY)
-    print(markdown(rows, tuple(rows[0])))
-    return 0
+    return cells.main(Measurement("links", KEY, PRINTED, cells_of, measure), parse_args())
 
 
 if __name__ == "__main__":

@@ -22,34 +22,30 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import gckernels
 from bench.lib import cells
-from bench.lib.arms import AGAIN, PLAIN, WARM_UP, Arm
-from bench.lib.binding import keep_to_own_cores
+from bench.lib.arms import AGAIN, PLAIN, THROUGH, WARM_UP, Arm, Setting, plan_of
 from bench.lib.cells import Cell, Measurement, Row
-from bench.lib.models import WORKLOADS
-from bench.lib.rounds import ratio_columns, take_turns
-from bench.sync.steps import RATES, ROUNDS_MIN, ranks_of, slowest, throttle
+from bench.lib.changes import throttle
+from bench.lib.contenders import from_rank_0
+from bench.lib.cores import keep_to_own_cores
+from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
+from bench.sync.steps import RATES, ROUNDS_MIN
 from gckernels import sync
 from gckernels.compressor import Compressor
 from gckernels.sync.accuracy.accuracy import allowed_compressors, relative_error
-from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
+from gckernels.sync.lab import UNTHROTTLED
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.files import profile_to_json
 from gckernels.sync.planner.machines.machine import MachineError
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
@@ -64,39 +60,21 @@ ROUNDS, BUDGET_S, PROFILE_S, RECORDED_STEPS, RECORDINGS = 20, 60, 60, 20, 3
 FRESH_STEPS = 40  # a model's first steps can take twice as long in a virtual machine, whose memory is not there yet
 SAFE = ("Cast16", "BlockQuant", "BlockQuant(bits=4)")
 OTHERS = ("QSGD", "EFSignSGD", "ChunkTopK", "PowerSGD(rank=4)")
-THROUGH = {
-    "BlockQuant through alltoall": ("BlockQuant", "alltoall"),
-    "EFSignSGD through alltoall": ("EFSignSGD", "alltoall"),
-}
+PARTITIONED = ("BlockQuant through alltoall", "EFSignSGD through alltoall")
 AUTO = {"auto, safe": SAFE, "auto, aggressive": (*SAFE, *OTHERS)}
-ARMS = (PLAIN, AGAIN, *SAFE, *OTHERS, *THROUGH, *AUTO)
+ARMS = (PLAIN, AGAIN, *SAFE, *OTHERS, *PARTITIONED, *AUTO)
 
 
 def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["mlp", "transformer_10m"])
-    parser.add_argument("--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2 or 2x2")
-    parser.add_argument("--rates", nargs="+", type=checked_rate, default=list(RATES))
-    parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
-    parser.add_argument("--budget-s", type=int, default=BUDGET_S, help="seconds for the rounds of a cell")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the profiles and traces there")
+    cells.add_grid(parser, ["mlp", "transformer_10m"], RATES, BUDGET_S)
     parser.add_argument("--profile-s", type=int, default=PROFILE_S, help="seconds for the profile of a cell")
     return parser.parse_args()
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network and rate."""
-    found = []
-    for model, (machines, ranks), rate in itertools.product(args.models, args.networks, args.rates):
-        local_rate = args.local_rate if ranks > 1 else UNTHROTTLED
-        columns: dict[str, str | int] = {
-            "model": model,
-            "network": f"{machines}x{ranks}" if ranks > 1 else str(machines),
-        }
-        columns |= {"rate": rate, "local_rate": local_rate, "max_rounds": args.rounds}
-        columns |= {"budget_s": args.budget_s, "profile_s": args.profile_s}
-        found.append(Cell(Network(machines * ranks, rate, ranks, local_rate), columns, ARMS))
-    return found
+    return cells.grid(args, lambda network: ARMS, profile_s=args.profile_s)
 
 
 @dataclass(frozen=True)
@@ -104,32 +82,30 @@ class Planned:
     """A plan, and what was predicted of it.
 
     Attributes:
-        plan: the plan; ``None`` for plain DDP.
+        plan: the plan; for plain DDP one that compresses nothing.
         predicted_s: seconds of a step; ``None`` if the profile lacks a price.
         error: relative error of the gradients.
         planning_s: seconds that the choice took.
     """
 
-    plan: sync.Plan | None
+    plan: sync.Plan
     predicted_s: float | None
     error: float
     planning_s: float = 0.0
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
-    """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
+    """Measure the arms of a cell; returns their rows."""
     keep_to_own_cores()
-    workload = WORKLOADS[str(cell.columns["model"])]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
+    setting = Setting.of(str(cell.columns["model"]), cell.network)
     methods = [gckernels.from_spec(spec) for spec in ("Identity", *SAFE, *OTHERS)]
     throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
-    plain = Arm(PLAIN, workload, batch, topology)
+    plain = Arm(PLAIN, setting)
     for _ in range(FRESH_STEPS):
         plain.step()
     traces = [_recorded(plain, methods)]
     throttle(cell.network, cell.network.rate)
-    profile = sync.profile(seconds=args.profile_s, compressors=methods, topology=topology)
+    profile = sync.profile(seconds=args.profile_s, compressors=methods, topology=setting.topology)
     if dist.get_rank() == 0:
         print(f"profile: {profile.stamp.seconds:.0f} s, margin {profile.margin:.1%}", flush=True)
         for what, each in (
@@ -141,24 +117,17 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     throttle(cell.network, UNTHROTTLED)
     traces += [_recorded(plain, methods) for _ in range(RECORDINGS - 1)]
     trace = sorted(traces, key=_computing_s)[RECORDINGS // 2]
-    if args.keep is not None and dist.get_rank() == 0:
-        args.keep.mkdir(parents=True, exist_ok=True)
-        name = "_".join(str(cell.columns[column]) for column in ("model", "network", "rate"))
-        (args.keep / f"{name}.profile.json").write_text(json.dumps(profile_to_json(profile)))
-        trace.save(args.keep / f"{name}.trace.json")
-    planned = _planned(trace, Pricer(profile), plain.model, topology)
+    planned = from_rank_0(lambda: _planned(trace, Pricer(profile), plain.model, setting.topology))
     arms = {PLAIN: plain}
     for name in ARMS[1:]:
-        plan = planned[name].plan
-        arms[name] = Arm(PLAIN if plan is None else plan, workload, batch, topology)
+        arms[name] = Arm(PLAIN if name == AGAIN else planned[name].plan, setting)
     take_turns({name: arm.step for name, arm in arms.items()}, 0, WARM_UP)
     throttle(cell.network, cell.network.rate)
     steps = {name: functools.partial(_turn, arm, _steps_in_turn(planned[name])) for name, arm in arms.items()}
     steps["alone"] = functools.partial(_alone, plain)
     start_s = time.monotonic()
     take_turns(steps, 0, 1)
-    (round_s,) = slowest([(time.monotonic() - start_s,)]).flatten().tolist()
-    rounds = min(args.rounds, max(ROUNDS_MIN, round(args.budget_s / round_s)))
+    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
     seconds = {name: slowest(each)[:, 0].tolist() for name, each in take_turns(steps, rounds, 0).items()}
     alone_s = statistics.median(seconds.pop("alone"))
     parts = {"alone_s": f"{alone_s:.5f}"}
@@ -167,7 +136,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     rows = [_row(name, planned[name], seconds) | parts for name in ARMS]
     for arm in arms.values():
         arm.close()
-    return rows if dist.get_rank() == 0 else []
+    return rows
 
 
 def _recorded(plain: Arm, methods: Sequence[Compressor]) -> ModelTrace:
@@ -202,43 +171,24 @@ def _alone(arm: Arm) -> tuple[float]:
 
 
 def _planned(trace: ModelTrace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology) -> dict[str, Planned]:
-    """The plan of every arm with its prediction, made by rank 0; collective."""
-    made: list[dict[str, Any]] = [{}]
-    if dist.get_rank() == 0:
-        plans = {name: _plan_of(name, trace, pricer, model, topology) for name in ARMS}
-        records: dict[str, list[Any]] = {}
-        predicted_s: float | None
-        for name, (plan, planning_s) in plans.items():
-            try:
-                predicted_s = timeline(plan, trace, pricer, Frontend.DDP).step_s
-            except MachineError as error:
-                print(f"{name}: not predicted: {error}", flush=True)
-                predicted_s = None
-            records[name] = [json.dumps(plan.to_json()), predicted_s, relative_error(plan, trace), planning_s]
-        made = [records]
-    dist.broadcast_object_list(made)
-    return {
-        name: Planned(
-            None if name in (PLAIN, AGAIN) else sync.Plan.from_json(json.loads(text)), predicted_s, error, planning_s
-        )
-        for name, (text, predicted_s, error, planning_s) in made[0].items()
-    }
-
-
-def _plan_of(
-    name: str, trace: ModelTrace, pricer: Pricer, model: torch.nn.Module, topology: sync.Topology
-) -> tuple[sync.Plan, float]:
-    """The plan of an arm, and the seconds that its choice took."""
-    start_s = time.perf_counter()
-    if name in (PLAIN, AGAIN):
-        plan = POLICIES["none"](Problem(trace, pricer, Frontend.DDP))
-    elif name in AUTO:
-        allowed = allowed_compressors(trace, [gckernels.from_spec(spec) for spec in AUTO[name]])
-        plan = POLICIES["auto"](Problem(trace, pricer, Frontend.DDP, allowed))
-    else:
-        compressor, program = THROUGH.get(name, (name, None))
-        plan = sync.uniform_plan(model, compressor, program=program, topology=topology)
-    return plan, time.perf_counter() - start_s
+    """The plan of every arm with its prediction."""
+    found = {}
+    for name in ARMS:
+        start_s = time.perf_counter()
+        if name in (PLAIN, AGAIN):
+            plan = POLICIES["none"](Problem(trace, pricer, Frontend.DDP))
+        elif name in AUTO:
+            allowed = allowed_compressors(trace, [gckernels.from_spec(spec) for spec in AUTO[name]])
+            plan = POLICIES["auto"](Problem(trace, pricer, Frontend.DDP, allowed))
+        else:
+            plan = plan_of(name, model, topology)
+        planning_s, predicted_s = time.perf_counter() - start_s, None
+        try:
+            predicted_s = timeline(plan, trace, pricer, Frontend.DDP).step_s
+        except MachineError as error:
+            print(f"{name}: not predicted: {error}", flush=True)
+        found[name] = Planned(plan, predicted_s, relative_error(plan, trace), planning_s)
+    return found
 
 
 def _row(name: str, planned: Planned, seconds: Mapping[str, Sequence[float]]) -> Row:
@@ -250,7 +200,7 @@ def _row(name: str, planned: Planned, seconds: Mapping[str, Sequence[float]]) ->
     row |= ratio_columns(seconds[name], seconds[PLAIN], "ratio_to_plain")
     row |= {"gradient_error": f"{planned.error:.3f}", "planning_s": f"{planned.planning_s:.2f}", "regret": ""}
     if name in AUTO:
-        rivals = [PLAIN, name, *AUTO[name], *(arm for arm, (spec, _) in THROUGH.items() if spec in AUTO[name])]
+        rivals = [PLAIN, name, *AUTO[name], *(arm for arm in PARTITIONED if arm.partition(THROUGH)[0] in AUTO[name])]
         best = min(rivals, key=lambda rival: statistics.median(seconds[rival]))
         ratios = [mine / other for mine, other in zip(seconds[name], seconds[best], strict=True)]
         row["regret"] = f"{statistics.median(ratios) - 1:.3f}"

@@ -20,14 +20,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
 from bench.lib import cells
+from bench.lib.arms import Arm, Setting
 from bench.lib.cells import Cell, Measurement, Row
-from bench.lib.models import WORKLOADS
 from bench.lib.rounds import take_turns
 from bench.lib.sizes import two_or_more
 from gckernels import sync
@@ -39,7 +37,6 @@ PRINTED = ("arm", "median_s", "error", "least_error", "largest_error", "structur
 ROUNDS, WARM_UP = 20, 3
 NEVER = 10**9
 MAX_NUMEL = 2**18
-WORKLOAD = WORKLOADS["mlp"]
 # compressor, program, channels, whether parameters are cut into parts
 ARMS = (
     ("Identity", "allreduce", 1, False),
@@ -68,8 +65,8 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     return [Cell(Network(args.world_size, rate), {"rate": rate} | shared, arms) for rate in args.rates]
 
 
-class Arm:
-    """A DDP model with a plan, on a separate process group.
+def arm_of(spec: str, program: str, channels: int, is_parted: bool, setting: Setting) -> Arm:
+    """A model with a plan.
 
     Args:
         spec: the compressor.
@@ -77,44 +74,39 @@ class Arm:
             compression that the plan has instead never begins. DDP would have no hook otherwise.
         channels: number of channels.
         is_parted: whether large parameters are cut into parts.
+        setting: the model, its data, and the machines.
     """
+    ranks, in_place = dist.get_world_size(), program == "allreduce"
+    programs: dict[str, sync.programs.Program] = {**sync.programs.PROGRAMS, "ring": sync.programs.ring(ranks)}
+    parameters = list(setting.workload.model().named_parameters())
+    steps = None if in_place else programs[program]
+    codec = gckernels.from_spec("EFSignSGD" if in_place else spec)
+    plan = sync.uniform_plan(parameters, codec, program=steps, topology=setting.topology, world_size=ranks)
+    plan = dataclasses.replace(plan, channels=channels)
+    return Arm(plan.parted(MAX_NUMEL) if is_parted else plan, setting, start_step=NEVER if in_place else 0)
 
-    def __init__(self, spec: str, program: str, channels: int, is_parted: bool) -> None:
-        ranks = dist.get_world_size()
-        topology = sync.Topology(ranks) if ranks % 2 else sync.Topology(ranks // 2, 2)
-        self._model = DistributedDataParallel(
-            WORKLOAD.model(), process_group=dist.new_group(), bucket_cap_mb=WORKLOAD.bucket_cap_mb
-        )
-        steps: sync.programs.Program | None = {**sync.programs.PROGRAMS, "ring": sync.programs.ring(ranks)}[program]
-        in_place = steps == sync.programs.ALLREDUCE
-        codec, steps = (gckernels.EFSignSGD(), None) if in_place else (gckernels.from_spec(spec), steps)
-        plan = sync.uniform_plan(self._model, codec, program=steps, topology=topology)
-        plan = dataclasses.replace(plan, channels=channels)
-        plan = plan.parted(MAX_NUMEL) if is_parted else plan
-        self.attachment = sync.attach(self._model, plan, start_step=NEVER if in_place else 0)
 
-    def step(self, batch: torch.Tensor, answers: torch.Tensor, path: Path) -> list[tuple[Replay, Replay]]:
-        """Trace a step; returns each rank's replays without and with hand-overs on rank 0, nothing on the others."""
-        with sync.record_timeline(path):
-            WORKLOAD.loss(self._model(batch), answers).backward()
-        self._model.zero_grad()
-        if dist.get_rank() != 0:
-            return []
-        recorded = [messages for steps in read_steps(path).values() for messages in steps.values()]
-        return [(replay(messages), replay(messages, with_hand_overs=True)) for messages in recorded]
+def replays(arm: Arm, path: Path) -> list[tuple[Replay, Replay]]:
+    """Trace a step; returns each rank's replays without and with hand-overs on rank 0, nothing on the others."""
+    arm.traced(path)
+    if dist.get_rank() != 0:
+        return []
+    recorded = [messages for steps in read_steps(path).values() for messages in steps.values()]
+    return [(replay(messages), replay(messages, with_hand_overs=True)) for messages in recorded]
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the replays of all arms; returns their rows on rank 0, an empty list on the others."""
-    batch, answers = WORKLOAD.batch(torch.Generator().manual_seed(dist.get_rank()))
-    names = [f"{spec}, {program}" for spec, program, *_ in ARMS]
-    arms = dict(zip(names, (Arm(*settings) for settings in ARMS), strict=True))
+    ranks = cell.network.ranks
+    topology = sync.Topology(ranks) if ranks % 2 else sync.Topology(ranks // 2, 2)
+    setting = dataclasses.replace(Setting.of("mlp", cell.network), topology=topology)
+    arms = {name: arm_of(*settings, setting) for name, settings in zip(cell.arms, ARMS, strict=True)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        steps = {name: functools.partial(arm.step, batch, answers, path) for name, arm in arms.items()}
+        steps = {name: functools.partial(replays, arm, path) for name, arm in arms.items()}
         results = take_turns(steps, args.rounds, WARM_UP)
     for arm in arms.values():
-        arm.attachment.close()
+        arm.close()
     return [row_of(name, rounds) for name, rounds in results.items()] if dist.get_rank() == 0 else []
 
 

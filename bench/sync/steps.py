@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import itertools
 import statistics
 import sys
 import tempfile
@@ -42,15 +41,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.lib import cells, changes
-from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, SILENT, THROUGH, WARM_UP, Arm, checked_arm
+from bench.lib import cells
+from bench.lib.arms import AGAIN, COMPRESSORS, HOOKS, PLAIN, SILENT, THROUGH, WARM_UP, Arm, Setting, checked_arm
 from bench.lib.bounds import Alone, Rest, Step, codec_s, link_nbytes, read_steps, rest_of
 from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.changes import throttle
 from bench.lib.goodput import goodput
-from bench.lib.models import WORKLOADS
-from bench.lib.rounds import markdown, ratio_columns, take_turns
-from gckernels import sync
-from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate, sent_nbytes
+from bench.lib.rounds import markdown, ratio_columns, rounds_within, slowest, take_turns
+from gckernels.sync.lab import UNTHROTTLED, Network, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = (
@@ -68,50 +66,20 @@ LEVELS = ("BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "ChunkTopK")  # throu
 
 def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=["mlp"])
-    parser.add_argument(
-        "--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2 for machines x ranks"
-    )
-    parser.add_argument(
-        "--rates",
-        nargs="+",
-        type=checked_rate,
-        default=list(RATES),
-        help='of links between machines; "none" is no limit',
-    )
-    parser.add_argument("--local-rate", type=checked_rate, default="10gbit", help="of links inside machines")
+    cells.add_grid(parser, ["mlp"], RATES, BUDGET_S)
     parser.add_argument("--arms", nargs="+", type=checked_arm, metavar="ARM", help="arms beside plain DDP")
-    parser.add_argument(
-        "--budget-s", type=int, default=BUDGET_S, help=f"seconds for the rounds of a cell; at least {ROUNDS_MIN} rounds"
-    )
     parser.add_argument("--where", action="store_true", help="print where the time beyond the bound goes")
     return parser.parse_args()
 
 
-def ranks_of(text: str) -> tuple[int, int]:
-    """The numbers of machines and of ranks on each, written as ``2`` or ``2x2``.
-
-    Raises:
-        ArgumentTypeError: the text is anything else.
-    """
-    machines, _, ranks = text.partition("x")
-    if not machines.isdecimal() or int(machines) < 2 or not (ranks or "1").isdecimal() or ranks == "0":
-        raise argparse.ArgumentTypeError(f"must be written like 2 ranks or 2x2 machines and ranks, got {text!r}")
-    return int(machines), int(ranks or 1)
-
-
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network and rate."""
-    cells = []
-    for model, (machines, ranks), rate in itertools.product(args.models, args.networks, args.rates):
-        columns = {"model": model, "network": f"{machines}x{ranks}" if ranks > 1 else str(machines), "rate": rate}
-        local_rate = args.local_rate if ranks > 1 else UNTHROTTLED
-        levels = [f"{spec}{THROUGH}hierarchical" for spec in LEVELS] if ranks > 1 else []
-        arms = args.arms or [AGAIN, *HOOKS, *COMPRESSORS, *levels]
-        network = Network(machines * ranks, rate, ranks, local_rate)
-        columns |= {"local_rate": local_rate, "max_rounds": args.rounds, "budget_s": args.budget_s}
-        cells.append(Cell(network, columns, tuple(dict.fromkeys((PLAIN, *arms)))))
-    return cells
+
+    def arms(network: Network) -> list[str]:
+        levels = [f"{spec}{THROUGH}hierarchical" for spec in LEVELS] if network.ranks_per_machine > 1 else []
+        return [PLAIN, *(args.arms or [AGAIN, *HOOKS, *COMPRESSORS, *levels])]
+
+    return cells.grid(args, arms)
 
 
 def empty_step() -> tuple[float, float]:
@@ -122,21 +90,18 @@ def empty_step() -> tuple[float, float]:
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
-    """Measure the arms of a cell; returns their rows on rank 0, an empty list on the others."""
-    workload = WORKLOADS[str(cell.columns["model"])]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    topology = sync.Topology(cell.network.machines, cell.network.ranks_per_machine)
-    link_nbytes_per_s = goodput()
+    """Measure the arms of a cell; returns their rows."""
+    setting, link_nbytes_per_s = Setting.of(str(cell.columns["model"]), cell.network), goodput()
     throttle(cell.network, UNTHROTTLED)  # the first steps send everything, which would take minutes
-    arms = {spec: Arm(spec, workload, batch, topology) for spec in dict.fromkeys((PLAIN, *cell.arms))}
-    silent = Arm(SILENT, workload, batch, topology)
+    arms = {spec: Arm(spec, setting) for spec in dict.fromkeys((PLAIN, *cell.arms))}
+    silent = Arm(SILENT, setting)
     steps = {spec: arm.step for spec, arm in arms.items()}
     take_turns(steps | {SILENT: silent.step}, 0, WARM_UP)
     throttle(cell.network, cell.network.rate)
     turns = {"": empty_step} | steps | {"alone": arms[PLAIN].alone, SILENT: lambda: (silent.backward_s(),)}
     start_s = time.monotonic()
     take_turns(turns, 0, 1)
-    rounds = _rounds(args, time.monotonic() - start_s)
+    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
     results = take_turns(turns, rounds, 0)
     forward_s, backward_s, optimizer_s = slowest(results.pop("alone")).median(dim=0).values.tolist()
     (ddp_backward_s,) = slowest(results.pop(SILENT)).median(dim=0).values.tolist()
@@ -154,8 +119,8 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         row |= {"sent_nbytes": f"{sent:.0f}", "wire_nbytes": f"{on_wire:.0f}"}
         row |= {"wire_over_sent": f"{on_wire / sent:.3f}", "residual_nbytes": arm.residual_nbytes()}
         traced, on_link = traces.get(spec, []), sent
-        if traced and topology.devices > 1 and dist.get_rank() == 0:
-            on_link = link_nbytes(traced[0][0].slices, topology) or sent
+        if traced and setting.topology.devices > 1 and dist.get_rank() == 0:
+            on_link = link_nbytes(traced[0][0].slices, setting.topology) or sent
         alone = Alone(forward_s, backward_s, optimizer_s, ddp_backward_s, on_link / link_nbytes_per_s)
         row |= {"link_nbytes": f"{on_link:.0f}", "goodput_mbit_per_s": f"{link_nbytes_per_s * 8e-6:.1f}"}
         row |= {name: f"{value:.5f}" for name, value in dataclasses.asdict(alone).items()}
@@ -167,22 +132,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         raise SystemExit("the model has diverged: steps with NaN take another time than steps with numbers")
     if args.where and dist.get_rank() == 0:
         print(f"\n{cell}: seconds beyond the bound\n\n{markdown(rows, WHERE)}")
-    return rows if dist.get_rank() == 0 else []
-
-
-def _rounds(args: argparse.Namespace, round_s: float) -> int:
-    """The number of rounds that fit into the budget, given the seconds of one; collective."""
-    slowest_s = float(slowest([(round_s,)]))
-    return min(args.rounds, max(ROUNDS_MIN, round(args.budget_s / slowest_s)))
-
-
-def throttle(network: Network, rate: str) -> None:
-    """Give the links between machines another rate; collective."""
-    dist.barrier()
-    if dist.get_rank() == 0 and network.rate != UNTHROTTLED:
-        for machine in range(network.machines):
-            changes.change("throttle", f"machine{machine}", rate)
-    dist.barrier()
+    return rows
 
 
 def bound_columns(step_s: float, alone: Alone, traced: Sequence[Sequence[Step]], codec_alone_s: float) -> Row:
@@ -225,13 +175,6 @@ def _traced(arm: Arm, without_backward: bool = False) -> list[Step]:
 def _codec_alone_s(arm: Arm) -> float:
     """Seconds of the codecs in a step without backward, on the slowest rank; 0 on ranks other than 0; collective."""
     return max((codec_s(step.slices) for step in _traced(arm, without_backward=True)), default=0.0)
-
-
-def slowest(rounds: Sequence[tuple[float, ...]]) -> torch.Tensor:
-    """The largest values over all ranks, ``[rounds, values]``; collective."""
-    values = torch.tensor(rounds, dtype=torch.float64)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values
 
 
 def _mean_nbytes(rounds: Sequence[float]) -> float:

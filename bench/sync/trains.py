@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from bench.lib import cells
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.goodput import goodput
-from bench.lib.rounds import ratio_columns, take_turns
+from bench.lib.rounds import CPU, ratio_columns, slowest, take_turns
 from bench.lib.sizes import parse_numel, two_or_more
 from gckernels.sync import Topology
 from gckernels.sync.communication.collectives import all_gather
@@ -149,20 +148,12 @@ def train(exchange: Issue, in_flight: int) -> tuple[float, float]:
     return alone, (time.perf_counter() - start) / TRAIN
 
 
-def slowest(seconds: Sequence[tuple[float, float]]) -> list[list[float]]:
-    """The seconds of the slowest rank, by round: those alone, and those in trains."""
-    measured = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(measured, dist.ReduceOp.MAX)
-    alone, in_trains = measured.T.tolist()
-    return [alone, in_trains]
-
-
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
-    """Measure all arms of a collective; returns their rows on rank 0, an empty list on the others."""
+    """Measure all arms of a collective; returns their rows."""
     name, nbytes, ranks = str(cell.columns["collective"]), int(cell.columns["nbytes"]), cell.network.ranks
     site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
     assert dist.group.WORLD is not None
-    communicators = Communicators(dist.group.WORLD, Places.of(cells.CPU), Topology(ranks), [site])
+    communicators = Communicators(dist.group.WORLD, Places.of(CPU), Topology(ranks), [site])
     made = MAKE[name](communicators.link(0), nbytes)
     arms = {arm: functools.partial(train, made[GLOO_IN_FLIGHT], 1) for arm in (GLOO, AGAIN)}
     arms |= {arm: functools.partial(train, exchange, IN_FLIGHT) for arm, exchange in made.items()}
@@ -170,7 +161,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     results = take_turns(arms, args.rounds, WARM_UP)
     wire_s = sent_nbytes(name, nbytes, ranks) / goodput_nbytes_per_s
     rows: list[Row] = []
-    seconds = {arm: slowest(each) for arm, each in results.items()}
+    seconds = {arm: slowest(each).T.tolist() for arm, each in results.items()}  # alone, in trains
     for arm in cell.arms:
         alone, in_trains = seconds[arm]
         row: Row = {"arm": arm, "train_s": f"{statistics.median(in_trains):.6f}"}
@@ -180,7 +171,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         row["goodput_nbytes_per_s"] = f"{goodput_nbytes_per_s:.0f}"
         rows.append(row)
     communicators.close()
-    return rows if dist.get_rank() == 0 else []
+    return rows
 
 
 def main() -> int:

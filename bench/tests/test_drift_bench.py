@@ -8,7 +8,7 @@ from bench.sync import drift
 
 
 def test_cells_have_the_rate_before_the_change():
-    given = {"networks": [(2, 1), (2, 2)], "models": ["transformer_1m"], "changes": ["throttle", "free", "cut"]}
+    given = {"networks": ["2", "2x2"], "models": ["transformer_1m"], "changes": ["throttle", "free", "cut"]}
     given |= {"rate": "1gbit", "slow_rate": "100mbit", "before": 1, "steps": 2, "rounds": 5, "budget_s": 1}
     cells = drift.cells_of(argparse.Namespace(**given))
     assert [(cell.columns["network"], cell.columns["change"], cell.network.rate) for cell in cells] == [

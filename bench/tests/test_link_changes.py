@@ -14,6 +14,7 @@ class Links:
     """Records what is done to its links; rank 7 has none."""
 
     network = types.SimpleNamespace(ranks=3)
+    switch_pid = 17
 
     def __init__(self):
         self.done = []
@@ -37,7 +38,7 @@ def links():
 def test_links_have_changed_when_the_request_returns(links):
     changes.change("throttle", "machine0", "10mbit")
     changes.change("cut", 1)
-    assert links.done == [("throttle", "machine0", "10mbit"), ("cut", 1)]
+    assert links.done == [("throttle", "machine0", "10mbit"), ("cut", 1)] and changes.switch_pid() == 17
 
 
 def test_the_rank_that_asks_gets_the_error(links):

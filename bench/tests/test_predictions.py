@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from bench.sync.predictions import ARMS, AUTO, Planned, _row
+from gckernels import sync
 
 SECONDS = {name: [0.2, 0.2, 0.4] for name in ARMS} | {"BlockQuant": [0.1, 0.1, 0.2], "EFSignSGD": [0.05, 0.05, 0.1]}
 
 
 def row(name: str, predicted_s: float | None = 0.21) -> dict[str, object]:
-    return _row(name, Planned(None, predicted_s, 0.0), SECONDS)
+    return _row(name, Planned(sync.Plan((), sync.Topology(2)), predicted_s, 0.0), SECONDS)
 
 
 def test_errors_are_relative_to_the_median_step():

@@ -14,6 +14,7 @@ from bench.lib.goodput import goodput
 from bench.lib.models import WORKLOADS
 from bench.sync import steps
 from gckernels import sync
+from gckernels.sync.lab import Network
 from ranks import run_ranks, values_of
 
 NUMEL = {"mlp": 7_347_200, "transformer_1m": 1_061_248, "transformer_10m": 10_038_400, "convnet": 2_776_906}
@@ -33,11 +34,9 @@ def test_models_have_their_size_and_learn_the_same_everywhere(name):
 
 def run_arms(specs):
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    workload = WORKLOADS["transformer_1m"]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    found = {"goodput": goodput()}
+    found, setting = {"goodput": goodput()}, arms.Setting.of("transformer_1m", Network(2))
     for spec in specs:
-        arm = arms.Arm(spec, workload, batch, sync.Topology(2))
+        arm = arms.Arm(spec, setting)
         for _ in range(arms.WARM_UP):
             arm.ticks()
         same = [torch.empty_like(each) for each in arm.model.parameters()]

@@ -24,7 +24,7 @@ def test_seconds_are_those_of_the_first_evaluation_that_is_good_enough(target, h
 
 
 def test_every_seed_is_a_cell():
-    given = {"networks": [(2, 1)], "models": ["digits"], "rates": ["1gbit"], "seeds": [0, 1], "arms": ["plain"]}
+    given = {"networks": ["2"], "models": ["digits"], "rates": ["1gbit"], "seeds": [0, 1], "arms": ["plain"]}
     cells = time_to_accuracy.cells_of(argparse.Namespace(**given))
     assert [cell.columns["seed"] for cell in cells] == [0, 1]
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from bench.lib import turns
-from bench.lib.arms import PLAIN, Arm
-from bench.lib.models import WORKLOADS
-from gckernels import sync
+from bench.lib.arms import PLAIN, Arm, Setting
+from gckernels.sync.lab import Network
 from ranks import run_ranks, values_of
 
 
 def run_turns():
-    workload = WORKLOADS["digits"]
-    batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
-    arms = {name: Arm(PLAIN, workload, batch, sync.Topology(2)) for name in ("one", "other")}
+    setting = Setting.of("digits", Network(2))
+    arms = {name: Arm(PLAIN, setting) for name in ("one", "other")}
     with mock.patch.object(turns, "sent_nbytes", return_value=0):  # no namespace, no counter
         return turns.measured(arms, budget_s=0.0, least=3, most=5)
 

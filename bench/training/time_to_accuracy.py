@@ -33,15 +33,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.lib import cells
 from bench.lib.arms import HOOKS, ONE_BUCKET_MB, PLAIN, POWERSGD_HOOK, use_hook
-from bench.lib.cells import CPU, Cell, Measurement, Row
+from bench.lib.cells import Cell, Measurement, Row, network_of
 from bench.lib.contenders import AGGRESSIVE, SAFE, summary
 from bench.lib.record import csv_path, read_csv
+from bench.lib.rounds import CPU
 from bench.lib.training_tables import training_table
-from bench.sync.steps import ranks_of
 from bench.training import fashion_mnist, recipes
 from examples import common
 from gckernels import sync
-from gckernels.sync.lab import Network, checked_rate, sent_nbytes
+from gckernels.sync.lab import checked_rate, sent_nbytes
 
 KEY = ("model", "network", "rate", "seed", "arm")
 PRINTED = ("arm", "metric", "train_s", "attach_s", "early_s", "late_s", "wire_nbytes", "cpu_s", "chosen")
@@ -57,8 +57,7 @@ EVALUATIONS = 20
 
 def parse_args() -> argparse.Namespace:
     parser = cells.parser(__doc__, rounds=2)
-    parser.add_argument("--models", nargs="+", choices=list(TARGETS), default=list(MODELS))
-    parser.add_argument("--networks", nargs="+", type=ranks_of, default=[(2, 1)], metavar="RANKS", help="2, or 2x2")
+    cells.add_networks(parser, MODELS, known=TARGETS)
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=["50mbit", "200mbit", "1gbit"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(recipes.SEEDS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM")
@@ -69,12 +68,11 @@ def parse_args() -> argparse.Namespace:
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network, rate and seed."""
     found = []
-    for (machines, ranks), model, rate, seed in itertools.product(args.networks, args.models, args.rates, args.seeds):
+    for network, model, rate, seed in itertools.product(args.networks, args.models, args.rates, args.seeds):
         if model.startswith("fashion_mnist") and not fashion_mnist.is_installed():
             continue
-        network = f"{machines}x{ranks}" if ranks > 1 else str(machines)
         columns: dict[str, str | int] = {"model": model, "network": network, "rate": rate, "seed": seed}
-        found.append(Cell(Network(machines * ranks, rate, ranks), columns, tuple(args.arms)))
+        found.append(Cell(network_of(network, rate), columns, tuple(args.arms)))
     return found
 
 
@@ -117,14 +115,14 @@ def metric_of(model: recipes.Model, network: nn.Module) -> float:
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
-    """Train the model with every arm of a cell; returns their rows on rank 0, an empty list on the others."""
+    """Train the model with every arm of a cell; returns their rows."""
     rows = []
     for arm in cell.arms:
         rows.append(trained(str(cell.columns["model"]), arm, int(cell.columns["seed"])))
         gc.collect()  # DDP is part of a reference cycle that would keep its buckets
         if dist.get_rank() == 0:
             print(", ".join(f"{name} {rows[-1][name]}" for name in PRINTED), flush=True)
-    return rows if dist.get_rank() == 0 else []
+    return rows
 
 
 def trained(model_name: str, arm: str, seed: int) -> Row:
