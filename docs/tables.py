@@ -1,33 +1,37 @@
 """Write the generated parts of the documentation: ``make tables``.
 
-They are the outputs of the command (:mod:`docs.console`), the tables in ``operators.md`` and ``kernels.md``, the page
+They are the outputs of the command (:mod:`docs.console`), tables in ``operators.md`` and ``kernels.md``, the page
 ``reference/compressors.md``, the C functions in ``host_path.md``, the picture ``lanes.svg``, and tables of results in
 ``measurements.md``, in the pages of ``measurements/`` and in the README. A test says when they are out of date.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import gckernels
 from bench.lib import auto_tables, kernel_tables, prediction_tables, step_tables, training_tables
 from bench.lib.record import RESULTS, read_csv
+from bench.lib.rounds import markdown, markdown_of_cells
 from docs import console
 from docs.lanes import svg
 from gckernels.testing.documented import sources
 from gckernels.toolkit.quantizer import host
+from gckernels.toolkit.sparsifier.entries import VALUE_BITS
 from harness.machine_code import pipes
 
 FOLDER = Path(__file__).parent
 NUMEL = 2**20
+ENTRIES_NUMEL = 2**24
 PIPES = RESULTS / "pipes.csv"
 
 
 def operators_table() -> str:
     """One row for every compressor of the package."""
     head = ["class", "bits per element", f"bytes of {NUMEL:,} elements", "feedback", "adds up", "random", "source"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for name, cls in _classes():
         if not issubclass(cls, gckernels.Codec):
             continue
@@ -45,7 +49,30 @@ def operators_table() -> str:
                 "; ".join(sources(cls)) or "",
             ]
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_of_cells(head, rows)
+
+
+def entries_table() -> str:
+    """One row for every share of elements that a sparsifier sends: what an entry takes, beside its entropy.
+
+    The entropy, in bits per entry, is that of choosing ``k`` among the elements with equal probability. Bytes per entry
+    are those of the whole payload.
+    """
+    rows = []
+    for ratio in (0.0001, 0.001, 0.01, 0.1, 0.25):
+        compressors = {bits: gckernels.TopK(ratio=ratio, value_bits=bits) for bits in VALUE_BITS}
+        k, layout = compressors[32].capacity(ENTRIES_NUMEL), compressors[32].layout(ENTRIES_NUMEL)
+        index_bits = (layout["highs"].nbytes + layout["lows"].nbytes) * 8 / k
+        ways = math.lgamma(ENTRIES_NUMEL + 1) - math.lgamma(k + 1) - math.lgamma(ENTRIES_NUMEL - k + 1)
+        row = {
+            "ratio": f"{ratio:.2%}",
+            "bits per index": f"{index_bits:.2f}",
+            "entropy": f"{ways / math.log(2) / k:.2f}",
+        }
+        for bits, compressor in compressors.items():
+            row[f"bytes per entry, {bits}-bit values"] = f"{compressor.payload_nbytes(ENTRIES_NUMEL) / k:.2f}"
+        rows.append(row)
+    return markdown(rows, list(rows[0]))
 
 
 def compressors_page() -> str:
@@ -72,7 +99,7 @@ def pages() -> dict[Path, str]:
     measured = FOLDER / "measurements"
     timed, trained = (read_csv(RESULTS / "cpu" / f"{name}.csv") for name in ("time_to_accuracy", "convergence"))
     return {
-        FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table()),
+        FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table(), entries_table()),
         FOLDER / "host_path.md": _with_part(FOLDER / "host_path.md", host_functions()),
         FOLDER / "reference" / "compressors.md": compressors_page(),
         FOLDER / "kernels.md": _with_part(FOLDER / "kernels.md", pipes.markdown(pipes.read_table(PIPES))),

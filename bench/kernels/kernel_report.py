@@ -15,7 +15,7 @@ from pathlib import Path
 
 import triton
 
-from bench.lib.record import RESULTS
+from bench.lib.record import RESULTS, note_origin
 from gckernels.testing.configurations import CONFIGURATIONS
 from harness.machine_code import pipes
 from harness.machine_code.kernel_table import (
@@ -47,6 +47,7 @@ def report_kernels(update: bool) -> None:
     report_worse(TABLE, made_with(old), regressions(old, new))
     if update:
         write_table(TABLE, new)
+        note_origin(TABLE)
         print("written:", TABLE.name)
 
 
@@ -57,6 +58,7 @@ def report_pipes(update: bool) -> None:
     print(f"\nabove {pipes.BAR}:", *pipes.above_the_bar(new), sep="\n")
     if update:
         pipes.write_table(PIPES, new)
+        note_origin(PIPES)
         print("written:", PIPES.name)
 
 

@@ -27,15 +27,15 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 
 import gckernels
-from bench.lib import fake_driver, resnet50
+from bench.lib import resnet50
 from bench.lib.record import write_csv
 from gckernels.codec import Decoding, Encoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.configurations import DEFAULTS
 from gckernels.toolkit.kernels.launch import record_launches
+from harness import fake_driver
 
 SPECS = tuple(dict.fromkeys((*DEFAULTS, "EFSignSGD(block=None)", "PowerSGD")))
-SPARSIFIERS = ("TopK", "DGC")
 SETS: dict[str, tuple[tuple[int, ...], ...]] = {
     "16 Ki": ((128, 128),),
     "4 Mi": ((2048, 2048),),

@@ -31,13 +31,14 @@ from typing import Any
 
 import triton
 
-from bench.lib.record import RESULTS
+from bench.lib.record import RESULTS, note_origin
 from gckernels.testing.configurations import DEFAULTS
 from gckernels.toolkit.kernels.launch import Launch
 from harness.machine_code import pipes
 from harness.machine_code.aot import compile_launch
 
 SPECS = (*DEFAULTS, "PowerSGD", "PowerSGD(rank=32)")
+TABLE = RESULTS / "warps.csv"
 FACTORS = (0.5, 1, 2)
 ENOUGH_NBYTES = 16 * 1024
 COLUMNS = (
@@ -138,7 +139,8 @@ def main() -> None:
     if options.dry:
         print(*(", ".join(row.values()) for row in table), sep="\n")
     else:
-        pipes.write_table(RESULTS / "warps.csv", table, COLUMNS)
+        pipes.write_table(TABLE, table, COLUMNS)
+        note_origin(TABLE)
     print("\nother numbers of warps would be better for:", *better_ones(table), sep="\n")
 
 

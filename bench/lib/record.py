@@ -93,6 +93,14 @@ def merge_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]], k
     return path
 
 
+def note_origin(table: Path) -> None:
+    """Write into ``compiled_tables.csv`` when, with what and by which command a table of compiled kernels was made.
+
+    Its own rows do not say so: they are the same on all machines, and change with the kernels alone.
+    """
+    merge_csv("compiled_tables", torch.device("cpu"), [{"file": table.name}], ("file",))
+
+
 def read_csv(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file; an empty list if there is no such file."""
     if not path.exists():

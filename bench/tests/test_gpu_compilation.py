@@ -42,7 +42,7 @@ assert len(launches) > len(distinct(launches)) > 100
 """
 
 LOOKED_FOR = """
-from bench.lib import fake_driver
+from harness import fake_driver
 import torch
 import triton.compiler
 from bench.gpu import bits, compilation

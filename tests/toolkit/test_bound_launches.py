@@ -1,8 +1,9 @@
-"""Bound launches run in the interpreter and can be recorded."""
+"""Bound launches run in the interpreter, can be recorded, and pass the right arguments to a driver."""
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from gckernels.toolkit.kernels import launch_batch
 from gckernels.toolkit.kernels.launch import bind_launch, launch, record_launches, temporary
 from gckernels.toolkit.kernels.launch_batch import LaunchBackend
 from helpers import KERNEL, KERNEL_PARAM
+from processes import output_of
 
 
 @triton.jit
@@ -117,3 +119,7 @@ def _add_kernel(count_ptr, out_ptr, COUNT: tl.constexpr):
     count = tl.load(count_ptr + offsets) + 1.0
     tl.store(count_ptr + offsets, count)
     tl.store(out_ptr + offsets, count)
+
+
+def test_bound_launches_pass_the_right_arguments_to_a_driver():
+    assert output_of(Path(__file__).with_name("bound_launches.py")).count("check_") == 4

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 import pytest
 
-from bench.kernels.kernel_report import TABLE
 from harness.machine_code.kernel_table import COLUMNS, made_with, regressions, rows
 
 RECORD = {
@@ -93,7 +93,7 @@ def test_rows_that_one_table_lacks_are_named():
 
 
 def test_committed_table_has_the_columns_and_one_version():
-    with TABLE.open(newline="") as file:
+    with (Path(__file__).parents[2] / "bench/results/kernels.csv").open(newline="") as file:
         table = csv.DictReader(file)
         assert tuple(table.fieldnames or ()) == COLUMNS
         assert "," not in made_with(list(table))
