@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 from bench.gpu.parts import Result
 from bench.lib.budget import Budget
 from bench.lib.cases import FUSED, Case, new_tensors
-from bench.lib.program import python_arguments
+from bench.lib.program import found, python_arguments
 from bench.lib.record import results_folder
 
 SPECS = ("EFSignSGD", "TopK", "ChunkTopK", "QSGD", "OneBit", "TernGrad", "RandomK")
@@ -40,11 +39,6 @@ METRICS = {
 """Columns of the table, with their names in ncu."""
 
 
-def tool() -> str | None:
-    """The path of ``ncu``; ``None`` if it is not installed."""
-    return shutil.which("ncu") or next((place for place in PLACES if os.access(place, os.X_OK)), None)
-
-
 def run_calls(budget: Budget) -> Result:
     """Encode and decode with every compressor of :data:`SPECS`."""
     device = torch.device("cuda")
@@ -60,7 +54,7 @@ def run_calls(budget: Budget) -> Result:
 
 def profile(budget: Budget) -> Result:
     """Run :func:`run_calls` under ``ncu``; the result is a table of its findings."""
-    path = tool()
+    path = found("ncu", *PLACES)
     if path is None:
         return Result(True, ["not profiled: ncu is not installed"])
     command = [path, "--clock-control", "none", "--kernel-name", OURS, "--metrics", ",".join(METRICS.values())]

@@ -18,6 +18,7 @@ from bench.gpu import counters, memcheck
 from bench.gpu.parts import Result
 from bench.lib import nvidia_smi
 from bench.lib.budget import Budget
+from bench.lib.program import found
 from bench.lib.record import results_folder
 
 PACKAGES = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "pytest-xdist")
@@ -25,6 +26,8 @@ FIELDS = (
     *("name", "driver_version", "compute_cap", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem"),
     *("power.limit", "temperature.gpu", "memory.total", "ecc.mode.current", "compute_mode"),
 )
+
+TOOLS = {"ncu": counters.PLACES, "compute-sanitizer": memcheck.PLACES, "nsys": ()}
 
 
 def describe(budget: Budget) -> Result:
@@ -42,7 +45,7 @@ def describe(budget: Budget) -> Result:
         "l2_nbytes": properties.L2_cache_size,
         "memory_nbytes": properties.total_memory,
         "nvidia-smi": nvidia_smi.query(*FIELDS),
-        "tools": {"ncu": counters.tool(), "compute-sanitizer": memcheck.tool(), "nsys": shutil.which("nsys")},
+        "tools": {name: found(name, *places) for name, places in TOOLS.items()},
         "c compiler": next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None),
     }
     path = results_folder("cuda") / "machine.json"

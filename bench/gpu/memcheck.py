@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 
@@ -13,18 +12,13 @@ import gckernels
 from bench.gpu import bits
 from bench.gpu.parts import Result
 from bench.lib.budget import Budget
-from bench.lib.program import python_arguments
+from bench.lib.program import found, python_arguments
 
 SPECS = ("Cast16", "ChunkTopK", "EFSignSGD", "RandomK", "TernGrad(block=None)", "TopK")
 NUMEL = 5000
 PLACES = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/nvidia/compute-sanitizer/compute-sanitizer")
 ERRORS_FOUND = 9  # exit status of the tool when it has found errors
 MAX_SHOWN = 10  # lines in the summary
-
-
-def tool() -> str | None:
-    """The path of ``compute-sanitizer``; ``None`` if it is not installed."""
-    return shutil.which("compute-sanitizer") or next((place for place in PLACES if os.access(place, os.X_OK)), None)
 
 
 def run_kernels(budget: Budget) -> Result:
@@ -45,7 +39,7 @@ def run_kernels(budget: Budget) -> Result:
 
 def check(budget: Budget) -> Result:
     """Run :func:`run_kernels` under ``memcheck``, without torch's caching allocator, which would hide errors."""
-    sanitizer = tool()
+    sanitizer = found("compute-sanitizer", *PLACES)
     if sanitizer is None:
         return Result(True, ["not checked: compute-sanitizer is not installed"])
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", str(ERRORS_FOUND), "--print-limit", "20"]

@@ -14,20 +14,18 @@ import functools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 
 import torch
 
 import gckernels
+from bench.lib.program import printed_by_workers
 from bench.lib.record import write_csv
-from bench.lib.rounds import markdown
+from bench.lib.rounds import CPU, markdown
 
 COMPRESSORS = ("BlockFP8", "BlockQuant", "Cast16", "ChunkTopK", "EFSignSGD", "OneBit", "QSGD", "TBQ", "TopK")
 NUMEL = 2**22
 REPEATS, ROUNDS = 7, 3
-CPU = torch.device("cpu")
 
 
 def measure() -> dict[str, float]:
@@ -64,14 +62,8 @@ def main() -> None:
         print(json.dumps(measure()))
         return
     arms = [options.compilers[0], *options.compilers]
-    rounds: list[list[dict[str, float]]] = [[] for _ in arms]
-    for _ in range(ROUNDS):
-        for arm, command in enumerate(arms):
-            environment = os.environ | {"CC": command, "OMP_NUM_THREADS": "1"}
-            worker = [sys.executable, "-W", "error"]  # a compiler that fails only causes a warning otherwise
-            worker += ["-m", "bench.kernels.compilers", "--worker"]
-            run = subprocess.run(worker, env=environment, capture_output=True, text=True, check=True)
-            rounds[arm].append(json.loads(run.stdout))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rounds = printed_by_workers("bench.kernels.compilers", arms, ROUNDS)
     rows = []
     for call in rounds[0][0]:
         seconds = [statistics.median(each[call] for each in arm) for arm in rounds]

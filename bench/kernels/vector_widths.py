@@ -14,10 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +22,9 @@ from typing import Any
 import torch
 
 from bench.lib.cases import FUSED, YARDSTICK_NUMEL, Case, yardstick
+from bench.lib.program import printed_by_workers
 from bench.lib.record import write_csv
-from bench.lib.rounds import SETTLE_S, markdown, seconds
+from bench.lib.rounds import CPU, SETTLE_S, markdown, seconds
 from gckernels.toolkit.host import library
 from gckernels.toolkit.quantizer.host import program
 
@@ -43,7 +41,6 @@ SPECS = (
 NUMEL = 2**25
 ROUNDS, REPEATS = 5, 9
 DRAWS_ALONE = "draws alone"
-CPU = torch.device("cpu")
 
 DRAWS = """
 void draws_alone(int64_t count) {
@@ -98,12 +95,8 @@ def main() -> None:
         return
     first, *others = VECTORS
     arms = {first: VECTORS[first], f"{first}, again": VECTORS[first], **{name: VECTORS[name] for name in others}}
-    rounds: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in arms}
-    for _ in range(ROUNDS):
-        for name, command in arms.items():
-            worker = [sys.executable, "-W", "error", "-m", "bench.kernels.vector_widths", "--worker"]
-            run = subprocess.run(worker, env=os.environ | {"CC": command}, capture_output=True, text=True, check=True)
-            rounds[name].append(json.loads(run.stdout))
+    printed = printed_by_workers("bench.kernels.vector_widths", list(arms.values()), ROUNDS)
+    rounds = dict(zip(arms, printed, strict=True))
     rows = []
     for call in rounds[first][0]:
         work, threads = call.rsplit(", ", 1)

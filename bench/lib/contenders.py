@@ -46,10 +46,14 @@ class Planned:
     Attributes:
         plan: the plan.
         step_s: predicted seconds of a step; ``None`` if nothing was predicted.
+        error: relative error of the gradients.
+        planning_s: seconds that the choice took.
     """
 
     plan: sync.Plan
     step_s: float | None = None
+    error: float = 0.0
+    planning_s: float = 0.0
 
 
 def checked_contender(text: str) -> str:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).absolute().parents[2]
+
+
+def found(tool: str, *places: str) -> str | None:
+    """The path of a program that is on the path of this process, or one of ``places``; ``None`` if there is none."""
+    return shutil.which(tool) or next((place for place in places if os.access(place, os.X_OK)), None)
 
 
 def python_arguments(script: str) -> list[str]:
@@ -20,6 +32,29 @@ def python_arguments(script: str) -> list[str]:
         if all(map(str.isidentifier, names)):  # excludes files in .venv
             return ["-m", ".".join(names)]
     return [script]
+
+
+def printed_by_workers(module: str, commands: Sequence[str], rounds: int) -> list[list[Any]]:
+    """The objects that ``python -m module --worker`` prints as JSON, with commands as C compilers, which take turns.
+
+    Args:
+        module: dotted name of the module.
+        commands: values of ``$CC``; a command that is named twice has two processes.
+        rounds: number of processes for each.
+
+    Returns:
+        For each command the objects of its processes.
+    """
+    found: list[list[Any]] = [[] for _ in commands]
+    worker = [sys.executable, "-W", "error"]  # a compiler that fails only causes a warning otherwise
+    for _ in range(rounds):
+        for results, command in zip(found, commands, strict=True):
+            environment = os.environ | {"CC": command}
+            run = subprocess.run(
+                [*worker, "-m", module, "--worker"], env=environment, capture_output=True, text=True, check=True
+            )
+            results.append(json.loads(run.stdout))
+    return found
 
 
 def heed_interrupts() -> None:

@@ -26,7 +26,6 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,7 @@ from bench.lib import cells
 from bench.lib.arms import AGAIN, PLAIN, THROUGH, WARM_UP, Arm, Setting, plan_of
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.changes import throttle
-from bench.lib.contenders import from_rank_0
+from bench.lib.contenders import Planned, from_rank_0
 from bench.lib.cores import keep_to_own_cores
 from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
 from bench.sync.steps import RATES, ROUNDS_MIN
@@ -75,23 +74,6 @@ def parse_args() -> argparse.Namespace:
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network and rate."""
     return cells.grid(args, lambda network: ARMS, profile_s=args.profile_s)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A plan, and what was predicted of it.
-
-    Attributes:
-        plan: the plan; for plain DDP one that compresses nothing.
-        predicted_s: seconds of a step; ``None`` if the profile lacks a price.
-        error: relative error of the gradients.
-        planning_s: seconds that the choice took.
-    """
-
-    plan: sync.Plan
-    predicted_s: float | None
-    error: float
-    planning_s: float = 0.0
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
@@ -154,7 +136,7 @@ def _computing_s(trace: ModelTrace) -> float:
 
 def _steps_in_turn(planned: Planned) -> int:
     """The steps of an arm in each of its turns."""
-    return max(1, min(MAX_STEPS, int(TURN_S / (planned.predicted_s or TURN_S / 4))))
+    return max(1, min(MAX_STEPS, int(TURN_S / (planned.step_s or TURN_S / 4))))
 
 
 def _turn(arm: Arm, count: int) -> tuple[float]:
@@ -194,7 +176,7 @@ def _planned(trace: ModelTrace, pricer: Pricer, model: torch.nn.Module, topology
 def _row(name: str, planned: Planned, seconds: Mapping[str, Sequence[float]]) -> Row:
     measured_s = statistics.median(seconds[name])
     row: Row = {"arm": name, "accuracy": _accuracy(name), "rounds": len(seconds[name])}
-    predicted_s = planned.predicted_s
+    predicted_s = planned.step_s
     row |= {"predicted_s": "" if predicted_s is None else f"{predicted_s:.5f}", "median_s": f"{measured_s:.5f}"}
     row |= {"error": "" if predicted_s is None else f"{predicted_s / measured_s - 1:+.3f}"}
     row |= ratio_columns(seconds[name], seconds[PLAIN], "ratio_to_plain")

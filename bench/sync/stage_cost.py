@@ -25,6 +25,7 @@ The works are empty, or the stages of programs with small units. A row has, for 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import math
 import queue
@@ -45,6 +46,7 @@ with suppress(ImportError):  # registers the process group
 
 import gckernels
 from bench.lib.record import write_csv
+from bench.lib.rounds import CPU, take_turns
 from gckernels.sync import Topology, UnitPlan
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
@@ -72,7 +74,6 @@ REAL = (
     ("PowerSGD(rank=4)", "powersgd"),
 )
 PHASES = 2
-CPU = torch.device("cpu")
 
 
 # -------------------------------------------------------------------- messages
@@ -136,66 +137,42 @@ class Calls:
         """Nothing to end."""
 
 
-class Thread:
-    """A thread that calls what it finds in its queue."""
+class Threads:
+    """Threads, each of which calls what it finds in its queue.
 
-    def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+    One does all stages of a message. With several, each does one stage and hands the message over to the next thread.
+    """
 
-    def _run(self) -> None:
-        while (call := self.queue.get()) is not None:
+    def __init__(self, count: int) -> None:
+        self._queues: list[queue.SimpleQueue[Callable[[], None] | None]] = [queue.SimpleQueue() for _ in range(count)]
+        self._threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in self._queues]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (call := calls.get()) is not None:
             call()
 
-    def close(self) -> None:
-        self.queue.put(None)
-        self._thread.join()
-
-
-class OneThread:
-    """One thread for all messages."""
-
-    def __init__(self) -> None:
-        self._thread = Thread()
-
     def submit(self, messages: Sequence[Message], done: Callable[[], None]) -> None:
         for message in messages:
+            stages = message.stages
+            self._hand_over([stages] if len(self._queues) == 1 else [[stage] for stage in stages], 0, done)
 
-            def run(stages: Sequence[Stage] = message.stages) -> None:
-                for stage in stages:
-                    stage.work()
-                done()
-
-            self._thread.queue.put(run)
-
-    def close(self) -> None:
-        self._thread.close()
-
-
-class ThreadPerStage:
-    """A thread for each stage of a message; each hands the message over to the next."""
-
-    def __init__(self, stages: int) -> None:
-        self._threads = [Thread() for _ in range(stages)]
-
-    def submit(self, messages: Sequence[Message], done: Callable[[], None]) -> None:
-        for message in messages:
-            self._hand_over(message.stages, 0, done)
-
-    def _hand_over(self, stages: Sequence[Stage], index: int, done: Callable[[], None]) -> None:
-        if index == len(stages):
-            return done()
-
+    def _hand_over(self, parts: Sequence[Sequence[Stage]], index: int, done: Callable[[], None]) -> None:
         def run() -> None:
-            stages[index].work()
-            self._hand_over(stages, index + 1, done)
+            for stage in parts[index]:
+                stage.work()
+            if index + 1 == len(parts):
+                done()
+            else:
+                self._hand_over(parts, index + 1, done)
 
-        return self._threads[index].queue.put(run)
+        self._queues[index].put(run)
 
     def close(self) -> None:
-        for thread in self._threads:
-            thread.close()
+        for calls, thread in zip(self._queues, self._threads, strict=True):
+            calls.put(None)
+            thread.join()
 
 
 class OfEngine:
@@ -264,18 +241,14 @@ def measured(name: str, messages: Sequence[Message], rounds: int) -> Iterator[di
     stages = len(messages[0].stages)
     arms: dict[str, Any] = {
         "calls": Calls(),
-        "one thread": OneThread(),
-        "a thread per stage": ThreadPerStage(stages),
+        "one thread": Threads(1),
+        "a thread per stage": Threads(stages),
         "engine": OfEngine(),
     }
-    costs: dict[str, list[Cost]] = {arm: [] for arm in arms}
     gc.collect()
     gc.disable()
-    for round_ in range(WARM_UP + rounds):
-        for arm in list(arms) if round_ % 2 else reversed(arms):
-            once = cost(arms[arm], messages, CALLS)
-            if round_ >= WARM_UP:
-                costs[arm].append(once)
+    calls = {arm: functools.partial(cost, each, messages, CALLS) for arm, each in arms.items()}
+    costs = take_turns(calls, rounds, WARM_UP)
     gc.enable()
     for each in arms.values():
         each.close()

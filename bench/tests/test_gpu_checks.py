@@ -34,7 +34,7 @@ def test_bits_that_differ_are_found(monkeypatch):
     cpu = torch.device("cpu")
     wrong = {row["call"] for row in bits.rows_of("Wrong", cpu) if row["agree"] == "no"}
     assert wrong == {"decode", "decode 3"}
-    assert all(row["agree"] == "yes" for row in bits.rows_of("Right", cpu))
+    assert [row for row in bits.rows_of("Right", cpu) if row["agree"] != "yes"] == []
 
 
 def test_memcheck_without_the_tool(monkeypatch):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 import gckernels
 from bench.lib.record import csv_path, merge_csv, read_csv
+from bench.lib.rounds import markdown_of_cells
 from bench.training import fashion_mnist
 from bench.training.recipes import (
     MARGIN_EXCEPTIONS,
@@ -127,9 +128,8 @@ def means(rows: list[dict[str, str]], model: str, spec: str, seeds: list[int]) -
 
 def judge(rows: list[dict[str, str]], args: argparse.Namespace) -> int:
     """Print the table of comparisons with explanations; returns the exit status."""
-    table: list[tuple[str, ...]] = [
-        ("model", "compressor", "mean", "worse by", "margin", "holds", "bytes/step", "ms/step"),
-    ]
+    head = ("model", "compressor", "mean", "worse by", "margin", "holds", "bytes/step", "ms/step")
+    table: list[tuple[str, ...]] = []
     verdicts: list[bool | None] = []
     for model in args.models:
         metric = MODELS[model].metric
@@ -154,7 +154,7 @@ def judge(rows: list[dict[str, str]], args: argparse.Namespace) -> int:
     print(
         f"\nMeans over the seeds {args.seeds}: accuracy, or bits per byte for bytes_lm. Bytes are those of one rank.\n"
     )
-    print_table(table)
+    print(markdown_of_cells(head, table))
     print_reasons({spec.partition("(")[0] for spec in args.compressors})
     if verdicts.count(False):
         print(f"\n{verdicts.count(False)} of {len(verdicts)} margins are violated.")
@@ -163,16 +163,6 @@ def judge(rows: list[dict[str, str]], args: argparse.Namespace) -> int:
         print(f'\nNot everything could be compared: train "{PLAIN}" with the same models and seeds.')
         return 2
     return 0
-
-
-def print_table(table: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (
-            cell.ljust(width) if column < 2 else cell.rjust(width)  # numbers to the right
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join(cells).rstrip())
 
 
 def print_reasons(names: set[str]) -> None:
