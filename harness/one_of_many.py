@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import cast
 from unittest import mock
 
@@ -18,6 +19,19 @@ from gckernels.sync.frontends.module.layouts import Layouts
 from gckernels.sync.messages.message import Message
 
 
+@dataclass(frozen=True)
+class OneOfMany(DryCommunicators):
+    """Communicators from which the runtime of one rank of many is made.
+
+    Attributes:
+        phases: number of collectives of the longest program; none is started.
+        offloads: whether some collectives send from the host of a device.
+    """
+
+    phases: int = 0
+    offloads: bool = False
+
+
 def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[str, torch.nn.Parameter]:
     """The parameters of a transformer by name, twelve for each layer."""
 
@@ -29,7 +43,7 @@ def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[st
 
 
 @contextlib.contextmanager
-def alone(communicators: DryCommunicators) -> Iterator[None]:
+def alone(communicators: OneOfMany) -> Iterator[None]:
     """Make a runtime inside the ``with`` block that of one rank of many, without the other ranks."""
     with contextlib.ExitStack() as stack:
         for name in ("rank", "world_size"):
@@ -42,7 +56,7 @@ def alone(communicators: DryCommunicators) -> Iterator[None]:
 
 
 def built(
-    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], communicators: DryCommunicators, bucket_cap_mb: float
+    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], communicators: OneOfMany, bucket_cap_mb: float
 ) -> list[Message]:
     """The messages of an attachment, in the order in which they are launched."""
     device = next(iter(parameters.values())).device

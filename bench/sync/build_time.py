@@ -21,10 +21,9 @@ import torch
 import gckernels
 from bench.lib.record import merge_csv
 from gckernels import sync
-from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.programs import sizes as programs
 from gckernels.sync.resources.memory_spaces import Places
-from harness.one_of_many import built, transformer
+from harness.one_of_many import OneOfMany, built, transformer
 
 LAYERS, HIDDEN = 100, (32, 256)
 BUCKET_CAP_MB = 25
@@ -41,7 +40,7 @@ KEY = ("program", "machines", "devices", "hidden")
 
 
 def seconds(
-    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], world: DryCommunicators
+    plan: sync.Plan, parameters: Mapping[str, torch.nn.Parameter], world: OneOfMany
 ) -> tuple[float, float, int]:
     """Seconds of checking the plan, seconds of building the messages, and the number of messages."""
     programs._sizes_of.cache_clear()
@@ -66,7 +65,7 @@ def main() -> None:
                 topology=topology,
                 world_size=topology.world_size,
             )
-            world = DryCommunicators(RANK, topology, Places.of(torch.device("cpu")))
+            world = OneOfMany(RANK, topology, Places.of(torch.device("cpu")))
             repetitions = [seconds(plan, parameters, world) for _ in range(REPETITIONS)]
             checks, builds, counts = zip(*repetitions, strict=True)
             rows.append(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from gckernels import EFSignSGD, sync
 from gckernels.sync import Plan, Topology
-from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages import collectives
 from gckernels.sync.programs import (
@@ -34,7 +33,7 @@ from gckernels.sync.programs import (
     Reduce,
     ring,
 )
-from harness.one_of_many import built, transformer
+from harness.one_of_many import OneOfMany, built, transformer
 
 LAYERS, HIDDEN = 100, 1024
 LARGE = Topology(128, 8)
@@ -62,12 +61,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Asked(DryCommunicators):
+class Asked(OneOfMany):
     """Communicators that give out the groups' identities in the place of process groups."""
 
     averaging: Any = Group(0, Level.FLAT, 0)
-    phases: int = 0
-    offloads: bool = False
 
     def link(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
