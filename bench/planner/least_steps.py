@@ -23,7 +23,8 @@ from gckernels.sync.planner.drafts.options import all_options, placed, variants
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.machine import Floats
 from gckernels.sync.planner.maxplus.item_rows import RowMaker
-from gckernels.sync.planner.maxplus.maxplus import NOWHERE, UNUSABLE_S, Steps
+from gckernels.sync.planner.maxplus.maxplus import Steps
+from gckernels.sync.planner.maxplus.rows import NOWHERE, UNUSABLE_S
 
 GROUPS = 24
 """Groups of neighbouring tensors, each as a whole."""
@@ -121,7 +122,7 @@ def limits_of(problem: Problem, groups: int = GROUPS) -> Limits:
     left_s = np.maximum(trace.backward_s - ready_s, 0.0)
     items = [everything, *(tuple(each for each in everything if each not in set(part)) for part in parts)]
     rows = maker.rows([item for item in items if item], options)
-    resources = len(maker.resources)
+    resources = len(maker.lanes.resources)
     backward_s = maker.gaps(left_s, np.zeros(len(parts), dtype=bool), rows).work_s[:, :resources]
     usable = rows.after_s[0, 0, :, 0] < UNUSABLE_S
     count = len(parts) * resources + 1

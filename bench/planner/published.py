@@ -27,7 +27,8 @@ import torch
 import gckernels
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.planner.least_steps import least_step_s
-from gckernels.sync.planner.choice import POLICIES, free_problem
+from gckernels.sync.planner.auto import free_problem
+from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import usual_launches
 from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.planner.machines.files import load_machine

@@ -12,8 +12,7 @@ import pytest
 import gckernels
 from bench.planner.least_steps import Limits, highest_s, least_step_s, limits_of
 from gckernels.sync.planner.choice import POLICIES
-from gckernels.sync.planner.drafts.draft_times import step_s
-from gckernels.sync.planner.drafts.drafts import Draft, MessageDraft
+from gckernels.sync.planner.drafts.drafts import Draft, MessageDraft, step_s
 from gckernels.sync.planner.drafts.options import all_options, placed, variants
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine

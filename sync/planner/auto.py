@@ -1,7 +1,8 @@
 """The policy ``auto``: options, parts, channels, launches and places together, from the best plans of other policies.
 
 Estimates (:mod:`~gckernels.sync.planner.search.search`) guide the search. The timeline judges the plans of all other
-policies and the best ones of the search, and only its judgement decides.
+policies and the best ones of the search, and only its judgement decides. The policy ``bound`` is its limit, on a
+machine whose codecs take no time.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gckernels.compressor import Compressor
 
 from ..plans.plan import Plan
+from ..programs.stages import StageKind
 from ..programs.steps import Place
-from .drafts.draft_times import step_s
-from .drafts.drafts import Draft, Option, draft_of, draft_of_launches, plan_of, usual_launches
+from .drafts.drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from .drafts.options import all_options, placed, variants
 from .drafts.problem import Problem
+from .machines.derived import DerivedMachine
+from .machines.machine import Floats, Price
 from .search.garbage import uncollected
 from .search.restructure import after, moved, orders_of
 from .search.search import Search, messages_of_draft, options_in, with_options
@@ -51,6 +58,34 @@ def auto(problem: Problem) -> Plan:
     """
     with uncollected():
         return _best(problem)
+
+
+def bound(problem: Problem) -> Plan:
+    """The plan of the policy ``bound``: that of ``auto`` for the problem of :func:`free_problem`."""
+    return auto(free_problem(problem))
+
+
+def free_problem(problem: Problem) -> Problem:
+    """The problem on a machine whose codecs take no time. No plan on the real machine should be faster than on it."""
+    return replace(problem, pricer=problem.pricer.on(FreeCodecs(problem.machine)))
+
+
+@dataclass(frozen=True)
+class FreeCodecs(DerivedMachine):
+    """A machine whose codecs take no time."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.base.name}, codecs for nothing"
+
+    @property
+    def margin(self) -> float:
+        return 0.0
+
+    def codec(
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        return Price(np.zeros_like(elements))
 
 
 def _best(problem: Problem) -> Plan:

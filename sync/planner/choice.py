@@ -8,20 +8,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from gckernels.compressor import Compressor
-
 from ..accuracy.accuracy import relative_error
 from ..plans.arguments import as_method
 from ..plans.plan import Plan, PlanError
 from ..plans.prediction import Alternative, Prediction, Source
-from ..programs.stages import StageKind
-from ..programs.steps import Place
-from .auto import auto
+from .auto import auto, bound, free_problem
 from .drafts.problem import Found, Policy, Problem, ProblemError
-from .machines.derived import DerivedMachine
-from .machines.machine import Floats, Machine, MachineError, Price
+from .machines.machine import Machine, MachineError
 from .policies.all import uniform
 from .published.exhaustive import exhaustive
 from .search.significance import is_gain
@@ -168,34 +161,6 @@ def _found(problem: Problem, name: str) -> Found:
     start_s = time.perf_counter()
     plan = policy_of(name)(problem)
     return Found(plan, before_s + time.perf_counter() - start_s)
-
-
-def bound(problem: Problem) -> Plan:
-    """The plan of ``auto`` for the problem of :func:`free_problem`."""
-    return auto(free_problem(problem))
-
-
-def free_problem(problem: Problem) -> Problem:
-    """The problem on a machine whose codecs take no time. No plan on the real machine should be faster than on it."""
-    return replace(problem, pricer=problem.pricer.on(FreeCodecs(problem.machine)))
-
-
-@dataclass(frozen=True)
-class FreeCodecs(DerivedMachine):
-    """A machine whose codecs take no time."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.base.name}, codecs for nothing"
-
-    @property
-    def margin(self) -> float:
-        return 0.0
-
-    def codec(
-        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
-    ) -> Price:
-        return Price(np.zeros_like(elements))
 
 
 POLICIES: Mapping[str, Policy] = {**STARTS, BOUND: bound, "exhaustive": exhaustive, "auto": auto}

@@ -108,7 +108,7 @@ def _low_rank_s(problem: Problem, numels: Mapping[Compressor, Sequence[int]], pr
     units = [Units.of(method, [each]) for method, each in numels.items()]
     if not units:
         return 0.0
-    (stages,) = problem.pricer.table(MessageKind.LOW_RANK, (program,), units, problem.dtype(0))
+    stages = problem.pricer.stages(MessageKind.LOW_RANK, program, units, problem.dtype(0))
     return sum(float(stage.price.alone_s[0]) for stage in stages if stage.spec.resource.does != "communicate")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from ...plans.plan import Frontend, Plan, UnitPlan
 from ...programs.named import ALLREDUCE
 from ...programs.stages import MessageKind
 from ...programs.steps import Broadcast, Program
+from ..machines.machine import MachineError
 from ..timeline.launches import BucketLaunch, launches_of
 from ..timeline.roots import spread
 from .problem import Problem
@@ -151,6 +153,18 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
                 channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
             number += option.parts
     return Plan(tuple(reversed(units)), problem.topology, channels, problem.frontend)
+
+
+def step_s(problem: Problem, draft: Draft) -> float:
+    """The predicted seconds of a step with the plan of a draft; infinite if the machine lacks a price. Results are
+    kept."""
+    known = problem.judged_drafts
+    if draft not in known:
+        try:
+            known[draft] = problem.timeline(plan_of(problem, draft)).step_s
+        except MachineError:
+            known[draft] = math.inf
+    return known[draft]
 
 
 def cut(numel: int, parts: int) -> tuple[tuple[int, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -146,11 +146,6 @@ class Problem:
     @functools.cached_property
     def judged_drafts(self) -> dict[object, float]:
         """The predicted seconds of the drafts that have been judged."""
-        return {}
-
-    @functools.cached_property
-    def prepared(self) -> dict[object, Any]:
-        """The launches of drafts that have been prepared for the timeline."""
         return {}
 
     @functools.cached_property

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..machines.machine import Floats
-from .chains import State
-from .maxplus import BACKWARD, Choice, Steps, longest
+from .maxplus import Choice, State, Steps, longest
+from .rows import BACKWARD
 
 _ROUNDING = 1e-12
 

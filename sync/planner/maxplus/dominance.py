@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..machines.machine import Floats
-from .maxplus import BACKWARD, FAR_S, Ints, Rows
+from ..timeline.pricing import Ints
+from .rows import BACKWARD, FAR_S, UNUSABLE_S, Rows
 
 _ROUNDING_S = 1e-12
 
@@ -16,10 +17,10 @@ def undominated(rows: Rows) -> Ints:
     One option is as good as another if its stages need the same lanes, and every one of them needs its lane no later
     and ends no later, and it has no more work on any resource.
     """
-    waits = rows.before_s < FAR_S
+    waits = rows.before_s.min(axis=0) < FAR_S
     same: dict[bytes, list[int]] = {}
     for option in range(rows.lanes.shape[1]):
-        same.setdefault(rows.lanes[:, option].tobytes() + waits[:, :, option].tobytes(), []).append(option)
+        same.setdefault(rows.lanes[:, option].tobytes() + waits[:, option].tobytes(), []).append(option)
     kept: list[int] = []
     for members in same.values():
         kept += _front(_costs(rows, members), members) if len(members) > 1 else members
@@ -38,11 +39,11 @@ def _costs(rows: Rows, members: list[int]) -> Floats:
     starts_s = np.concatenate([np.zeros_like(rest_s), ends_s[..., :-1]], axis=3)
     leads_s = np.where(waits, before_s - starts_s, 0.0)
     loads_s = ends_s - np.where(waits, before_s, starts_s)
-    costs = [np.moveaxis(each, 2, 0).reshape(len(members), -1) for each in (rest_s, leads_s, loads_s)]
-    table: Floats = np.concatenate(
-        [*costs, np.moveaxis(rows.work_s[:, members], 1, 0).reshape(len(members), -1)], axis=1
-    )
-    return table
+    shape = (len(members), len(before_s), -1)
+    costs = [np.moveaxis(each, 2, 0).reshape(shape) for each in (rest_s, leads_s, loads_s)]
+    table: Floats = np.concatenate([*costs, np.moveaxis(rows.work_s[:, members], 1, 0)], axis=2)
+    table[(after_s[:, 0, :, 0] >= UNUSABLE_S).T] = UNUSABLE_S
+    return table.reshape(len(members), -1)
 
 
 def _front(costs: Floats, members: list[int]) -> list[int]:

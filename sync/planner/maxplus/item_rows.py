@@ -6,40 +6,35 @@ kind, and are priced once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gckernels.codec import Codec
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
-from ...programs.lanes import lane_key
-from ...programs.stages import MessageKind, Resource, StageSpec
+from ...programs.stages import MessageKind
 from ...programs.steps import AllReduce, Program
 from ..drafts.drafts import MAX_CHANNELS, Option, cut
 from ..drafts.problem import Problem
-from ..machines.machine import Floats, Shared
-from ..timeline.pricing import Units
-from ..timeline.stage_templates import Skeletons
-from .maxplus import BACKWARD, FIRST_LANE, NOWHERE, SINK, Gaps, Rows
-from .option_table import Bools, Form, FormTable, PriceColumns, StageColumn, TablePiece, filled, joined, shortened
+from ..machines.machine import Floats, MachineError, Shared
+from ..timeline.pricing import Ints, Units
+from .priced_chains import Chain, Lanes
+from .rows import BACKWARD, FAR_S, NOWHERE, UNUSABLE_S, Gaps, Rows
 
 Item: TypeAlias = tuple[int, ...]
 """The tensors of a message."""
-_Unit: TypeAlias = tuple[int, int]
-"""The number of a fitted method, and a size."""
-_Message: TypeAlias = dict[_Unit, int]
-"""The number of equal units in a message."""
-_KEPT_ITEMS = 2000
-"""Items of a family whose messages are kept."""
+_Message: TypeAlias = Mapping[Compressor, Sequence[int]]
+"""The sizes of the units of a message, by their fitted methods."""
+_KEPT_ITEMS = 10000
+"""Items of families whose messages are kept."""
 
 
-@dataclass(frozen=True)
-class _Family:
+class _Family(NamedTuple):
     """Options whose messages have the same units.
 
     Attributes:
@@ -54,6 +49,33 @@ class _Family:
     sums: bool
     parts: int
 
+    @staticmethod
+    def of(option: Option) -> _Family:
+        if option.in_place:
+            return _Family(MessageKind.IN_PLACE, None, False, 1)
+        low_rank = option.compressor is not None and not isinstance(option.compressor, Codec)
+        kind = MessageKind.LOW_RANK if low_rank else MessageKind.ENCODED
+        sums = any(isinstance(step, AllReduce) for step in option.program)
+        return _Family(kind, option.compressor, sums, 1 if low_rank else option.parts)
+
+
+class _Piece(NamedTuple):
+    """The messages of some items with one option.
+
+    Attributes:
+        option: the number of the option.
+        channel: the channel of the first message of each item.
+        items: the numbers of the items.
+        messages: ``[items, chains]``, the numbers of the messages of each item; -1 for none.
+        chain: their chains.
+    """
+
+    option: int
+    channel: int
+    items: Sequence[int]
+    messages: Ints
+    chain: Chain
+
 
 class RowMaker:
     """Makes rows for items of a problem.
@@ -64,33 +86,19 @@ class RowMaker:
             all of the resource. The times are then no lower bounds, but closer to the truth.
 
     Attributes:
-        resources: the resources of limited capacity, which have work lanes.
+        lanes: the lanes of the machine.
     """
 
     def __init__(self, problem: Problem, sharing: bool = True) -> None:
-        self._problem, machine = problem, problem.machine
-        self._on_host = machine.computes_on == Shared.CORES
-        capacities = machine.capacities
-        self._delays_backward = sharing and capacities.get(machine.computes_on, np.inf) <= 1.0
-        self.resources = [shared for shared in Shared if capacities.get(shared, np.inf) < np.inf]
-        self._capacities = np.array([capacities[shared] for shared in self.resources])
-        self._lanes: dict[Hashable, int] = {}
-        for phase in range(8):  # one of them waits for launches
-            self._lane(lane_key(Resource.COMPUTE, phase))
-        self._methods: dict[Compressor, int] = {}
-        self._pieces: dict[_Family, dict[int, list[tuple[object, _Unit]]]] = {}  # by class of tensors
-        self._known_messages: dict[_Family, dict[Item, list[_Message]]] = {}
-        self._forms: dict[tuple[Skeletons, _Family], dict[tuple[Program, bool], Form]] = {}
+        self._problem, self.lanes = problem, Lanes(problem.machine, sharing)
+        self._cuts: dict[tuple[_Family, int], list[tuple[object, Compressor, int]]] = {}  # by class of tensors
+        self._known_messages: dict[tuple[_Family, Item], list[_Message]] = {}
         classes: dict[object, int] = {}
         allowed = problem.allowed
         self._classes = [
             classes.setdefault((each.numel, each.shape, each.dtype, allowed.get(each.name, ())), len(classes))
             for each in problem.trace.tensors
         ]
-
-    def lane_of_phase(self, phases: int) -> int:
-        """The lane that waits for launches of a plan whose longest program has ``phases`` collectives."""
-        return self._lanes[lane_key(Resource.COMPUTE, phases)]
 
     def kinds(self, items: Sequence[Item]) -> tuple[list[int], list[Item]]:
         """The kind of each item, and an item of every kind."""
@@ -105,18 +113,7 @@ class RowMaker:
             kinds.append(numbers[key])
         return kinds, first
 
-    def rows(self, items: Sequence[Item], options: Sequence[Option]) -> Rows:
-        """The rows of options for items, each a kind of its own.
-
-        An option that an item may not use, or for which the machine lacks a price, takes infinitely long.
-        """
-        families: dict[_Family, list[int]] = {}
-        for index, option in enumerate(options):
-            families.setdefault(_family(option), []).append(index)
-        pieces = [self._piece(family, items, [options[at] for at in members]) for family, members in families.items()]
-        return joined(pieces, list(families.values()), len(self._lanes) + FIRST_LANE)
-
-    def gaps(self, computing_s: Floats, firsts: Bools, rows: Rows) -> Gaps:
+    def gaps(self, computing_s: Floats, firsts: npt.NDArray[np.bool_], rows: Rows) -> Gaps:
         """The time that passes between items.
 
         Args:
@@ -127,143 +124,116 @@ class RowMaker:
         machine = self._problem.machine
         hooks_s = np.where(firsts, machine.overheads.hook_s, 0.0)
         work_s = np.zeros((len(computing_s), rows.work_s.shape[2]))
-        if machine.computes_on in self.resources:
-            at = self.resources.index(machine.computes_on)
-            share = min(1.0, self._capacities[at]) / self._capacities[at]
-            work_s[:, at] = share * (computing_s + (hooks_s if self._on_host else 0.0))
+        if machine.computes_on in self.lanes.resources:
+            at = self.lanes.resources.index(machine.computes_on)
+            share = min(1.0, self.lanes.capacities[at]) / self.lanes.capacities[at]
+            work_s[:, at] = share * (computing_s + (hooks_s if machine.computes_on == Shared.CORES else 0.0))
         return Gaps(computing_s + hooks_s, work_s)
 
-    # ---------------------------------------------------------------- one family
+    def rows(self, items: Sequence[Item], options: Sequence[Option]) -> Rows:
+        """The rows of options for items, each a kind of its own.
 
-    def _piece(self, family: _Family, items: Sequence[Item], options: Sequence[Option]) -> TablePiece:
-        messages = self._messages_of(family, items)
-        users = self._users(family)
-        usable = np.array([not users.isdisjoint(item) for item in items])
-        chains = max(map(len, messages))
-        column = np.full((len(items), chains), -1, dtype=np.intp)
-        flat: list[_Message] = []
-        for number, each in enumerate(messages):
-            column[number, : len(each)] = range(len(flat), len(flat) + len(each))
-            flat += each
-        dtypes = [self._problem.dtype(item[0]) for item in items]
-        dtype_of = [dtype for dtype, each in zip(dtypes, messages, strict=True) for _ in each]
-        units = self._units(flat)
-        skeletons = self._problem.pricer.skeletons(family.kind, units)
-        known = self._forms.setdefault((skeletons, family), {})
-        forms = []
-        for option in options:
-            key = (option.program, option.root is None)
-            if key not in known:
-                known[key] = self._form(skeletons, option)
-            forms.append(known[key])
-        table = FormTable.of(forms, [option.channel for option in options], chains)
-        prices = self._prices(skeletons, table, flat, dtype_of, units)
-        return filled(table, prices, column, usable)
+        An option that an item may not use, or for which the machine lacks a price, takes infinitely long.
+        """
+        pieces = list(self._pieces(items, options))
+        width = max((len(piece.chain.before_s) for piece in pieces), default=1)
+        chains = max((piece.messages.shape[1] for piece in pieces), default=1)
+        shape = (len(items), chains, len(options), width)
+        lanes, several = np.full(shape[1:], NOWHERE, dtype=np.intp), set()
+        lanes[:, :, 0] = BACKWARD
+        before_s, after_s, first_s = np.full(shape, FAR_S), np.zeros(shape), np.zeros((chains, len(options)))
+        before_s[:, 0, :, 0], after_s[:, 0] = 0.0, UNUSABLE_S
+        work_s = np.zeros((len(items), len(options), len(self.lanes.resources)))
+        flying_s: dict[int, Floats] = {}
+        for option, channel, members, messages, chain in pieces:
+            stages, count = len(chain.before_s), messages.shape[1]
+            before_s[members, :count, option, :stages] = chain.before_s.T[messages]
+            after_s[members, :count, option, :stages] = chain.after_s.T[messages]
+            after_s[members, :count, option, stages:] = chain.after_s[-1][messages][:, :, None]
+            work_s[members, option] = chain.work_s[messages].sum(axis=1)
+            first_s[:count, option] = chain.first_s
+            for number in range(count):
+                route = chain.lanes[(channel + number) % MAX_CHANNELS]
+                lanes[number, option, :stages] = route
+                for stage in np.flatnonzero(chain.flying_s.any(axis=1)).tolist():
+                    on_lane = flying_s.setdefault(route[stage], np.zeros(work_s.shape[:2]))
+                    on_lane[members, option] += chain.flying_s[stage, messages[:, number]]
+            if count > 1:
+                several.add(option)
+        work_s = np.concatenate([work_s, *(flying_s[lane][:, :, None] for lane in sorted(flying_s))], axis=2)
+        return Rows(
+            lanes, before_s, after_s, first_s, work_s, np.array(sorted(several), dtype=np.intp), self.lanes.size
+        )
 
-    def _users(self, family: _Family) -> frozenset[int]:
-        """The tensors for which a family is an option."""
-        tensors = frozenset(range(len(self._classes)))
-        if family.kind == MessageKind.IN_PLACE:
-            return tensors
-        return self._problem.users[family.compressor]
+    # ---------------------------------------------------------------- messages
 
-    def _messages_of(self, family: _Family, items: Sequence[Item]) -> list[list[_Message]]:
-        """The messages of each item, in the order of their submission. Results are kept, of small items at least."""
-        known = self._known_messages.setdefault(family, {})
-        if len(known) > _KEPT_ITEMS:
-            known.clear()
-        for item in items:
-            if item not in known:
-                known[item] = self._messages(family, item)
-        return [known[item] for item in items]
+    def _pieces(self, items: Sequence[Item], options: Sequence[Option]) -> Iterator[_Piece]:
+        """The chains of options for those items that may use them, items of one dtype together."""
+        families: dict[_Family, list[int]] = {}
+        for number, option in enumerate(options):
+            families.setdefault(_Family.of(option), []).append(number)
+        everything = frozenset(range(len(self._classes)))
+        for family, numbers in families.items():
+            users = everything if family.kind == MessageKind.IN_PLACE else self._problem.users[family.compressor]
+            by_dtype: dict[torch.dtype, list[int]] = {}
+            for number, item in enumerate(items):
+                if not users.isdisjoint(item):
+                    by_dtype.setdefault(self._problem.dtype(item[0]), []).append(number)
+            for dtype, members in by_dtype.items():
+                of_item = [self._messages(family, items[member]) for member in members]
+                messages = np.full((len(members), max(map(len, of_item))), -1, dtype=np.intp)
+                flat: list[_Message] = []
+                for row, each in enumerate(of_item):
+                    messages[row, : len(each)] = range(len(flat), len(flat) + len(each))
+                    flat += each
+                chains = self._chains(family, flat, dtype, [options[number] for number in numbers])
+                for number, chain in zip(numbers, chains, strict=True):
+                    if chain is not None:
+                        yield _Piece(number, options[number].channel, members, messages, chain)
 
     def _messages(self, family: _Family, item: Item) -> list[_Message]:
-        known = self._pieces.setdefault(family, {})
-        messages: dict[object, _Message] = {}
-        for tensor in item:
-            number = self._classes[tensor]
-            if number not in known:
-                known[number] = self._cut(family, tensor)
-            for key, unit in known[number]:
-                message = messages.setdefault(key, {})
-                message[unit] = message.get(unit, 0) + 1
-        return list(messages.values())
+        """The messages of an item, in the order of their submission. Results are kept, of small items at least."""
+        known = self._known_messages
+        if len(known) > _KEPT_ITEMS:
+            known.clear()
+        if (family, item) not in known:
+            messages: dict[object, dict[Compressor, list[int]]] = {}
+            for tensor in item:
+                for key, method, size in self._cut(family, tensor):
+                    messages.setdefault(key, {}).setdefault(method, []).append(size)
+            known[family, item] = list(messages.values())
+        return known[family, item]
 
-    def _cut(self, family: _Family, tensor: int) -> list[tuple[object, _Unit]]:
+    def _cut(self, family: _Family, tensor: int) -> list[tuple[object, Compressor, int]]:
         """The units of a tensor, with keys that are equal for those that share a message."""
-        method, numel = self._problem.fitted(tensor, family.compressor), self._problem.trace.tensors[tensor].numel
-        pieces = cut(numel, family.parts) if isinstance(method, Codec) else ((0, numel),)
-        dtype = method.traits.payload_dtype if family.sums else None
-        number = self._methods.setdefault(method, len(self._methods))
-        return [((part, dtype), (number, size)) for part, (_, size) in enumerate(pieces)]
+        of_class = (family, self._classes[tensor])
+        if of_class not in self._cuts:
+            method, numel = self._problem.fitted(tensor, family.compressor), self._problem.trace.tensors[tensor].numel
+            pieces = cut(numel, family.parts) if isinstance(method, Codec) else ((0, numel),)
+            dtype = method.traits.payload_dtype if family.sums else None
+            self._cuts[of_class] = [((part, dtype), method, size) for part, (_, size) in enumerate(pieces)]
+        return self._cuts[of_class]
 
-    def _units(self, messages: list[_Message]) -> list[Units]:
-        """The units of messages by their methods; first those that decide the stages."""
-        numels: dict[int, dict[int, int]] = {}  # by method: the row of each size
-        for number, size in dict.fromkeys(unit for message in messages for unit in message):
-            rows = numels.setdefault(number, {})
-            rows[size] = len(rows)
-        counts = {number: np.zeros((len(rows), len(messages))) for number, rows in numels.items()}
-        for column, message in enumerate(messages):
-            for (number, size), count in message.items():
-                counts[number][numels[number][size], column] = count
-        methods = list(self._methods)
-        ordered = sorted(numels, key=lambda number: isinstance(methods[number], Identity))
-        return [Units(methods[number], tuple(numels[number]), counts[number]) for number in ordered]
+    # ---------------------------------------------------------------- chains
 
-    def _prices(
-        self,
-        skeletons: Skeletons,
-        table: FormTable,
-        messages: list[_Message],
-        dtypes: list[torch.dtype],
-        units: Sequence[Units],
-    ) -> PriceColumns:
-        """The prices of all needs of a table, for messages that may have different dtypes."""
-        pricer, columns = (
-            self._problem.pricer,
-            PriceColumns(table.needs, len(messages), self.resources, self._capacities),
-        )
-        for dtype in dict.fromkeys(dtypes):
-            members = [index for index, other in enumerate(dtypes) if other == dtype]
-            same = units if len(members) == len(messages) else [each.of_messages(members) for each in units]
-            columns.add(members, pricer.prices(skeletons, table.needs, same, dtype))
-        return columns
-
-    def _form(self, skeletons: Skeletons, option: Option) -> Form:
-        """The form of an option on this machine.
-
-        Most ranks are the roots of few messages if these have different roots. So without a root it is that of a rank
-        on another machine than the root, and with another place on it: where it has no part, it waits.
-        """
-        stages = []
-        for spec, need, roots in zip(*skeletons.of(option.program), strict=True):
-            waits = option.root is None and any(self._problem.topology.size(level) > 1 for level in roots.ranks)
-            stages.append(StageColumn(None if waits else spec, (need,), waits))
-        stages = shortened(stages)
-        routes = [[self._route(stage.spec, channel) for stage in stages] for channel in range(MAX_CHANNELS)]
-        return Form.of(stages, routes, ends=not option.in_place)
-
-    def _route(self, spec: StageSpec | None, channel: int) -> tuple[int, bool, bool]:
-        """The lane of a stage; whether it has a lead; whether it waits for the lane."""
-        if spec is None:
-            return NOWHERE, False, False
-        if self._delays_backward and spec.resource == Resource.COMPUTE and spec.phase == 0:
-            return BACKWARD, False, True
-        key = lane_key(spec.resource, spec.phase, channel)
-        if spec.starts_immediately:
-            return (SINK, True, False) if self._on_host else (self._lane(("at once", key)), False, True)
-        overlaps = key.resource == Resource.HOST_COMMUNICATE
-        return self._lane(key), overlaps or (self._on_host and key.resource == Resource.COMMUNICATE), True
-
-    def _lane(self, key: Hashable) -> int:
-        return self._lanes.setdefault(key, FIRST_LANE + len(self._lanes))
+    def _chains(
+        self, family: _Family, messages: Sequence[_Message], dtype: torch.dtype, options: Sequence[Option]
+    ) -> list[Chain | None]:
+        """The chain of each option for some messages; ``None`` where the machine lacks a price."""
+        # the first units decide the stages, so those that are sent exactly come last
+        methods = sorted(dict.fromkeys(each for message in messages for each in message), key=_is_exact)
+        units = [Units.of(method, [message.get(method, ()) for message in messages]) for method in methods]
+        programs = list(dict.fromkeys(option.program for option in options))
+        rows = dict(zip(programs, self._problem.pricer.table(family.kind, programs, units, dtype), strict=True))
+        known: dict[tuple[Program, bool], Chain | None] = {}
+        for option in options:
+            key, stages = (option.program, option.root is None), rows[option.program]
+            if key not in known:
+                known[key] = (
+                    None if isinstance(stages, MachineError) else self.lanes.chain(stages, option, len(messages))
+                )
+        return [known[option.program, option.root is None] for option in options]
 
 
-def _family(option: Option) -> _Family:
-    if option.in_place:
-        return _Family(MessageKind.IN_PLACE, None, False, 1)
-    low_rank = option.compressor is not None and not isinstance(option.compressor, Codec)
-    kind = MessageKind.LOW_RANK if low_rank else MessageKind.ENCODED
-    sums = any(isinstance(step, AllReduce) for step in option.program)
-    return _Family(kind, option.compressor, sums, 1 if low_rank else option.parts)
+def _is_exact(method: Compressor) -> bool:
+    return isinstance(method, Identity)

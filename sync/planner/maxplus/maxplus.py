@@ -14,115 +14,23 @@ are exact if nothing is shared, and lower bounds otherwise.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ..machines.machine import Floats
-from . import chains
-from .chains import OptionChain, Stages, State
+from .rows import BACKWARD, NOWHERE, Gaps, Rows
 
-Ints = npt.NDArray[np.intp]
 Choice = list[int]
 """The number of an option for each item."""
+State: TypeAlias = list[float]
+"""For every lane the time when it is free; or the longest way from there to the end of the step."""
 
-BACKWARD = 0
-"""The lane of backward, or rather of the thread that submits messages."""
-NOWHERE = 1
-"""A lane for which nothing waits: padding."""
-SINK = 2
-"""A lane on which stages end that wait for no lane."""
-FINISH = 3
-"""A stand-in for the lane that waits for whole launches, which depends on the longest program of a plan."""
-FIRST_LANE = 4
-FAR_S = 1e12
-"""Later than any step, for stages that wait for no lane."""
-UNUSABLE_S = 1e6
-"""The time of options that cannot be used."""
-
-_NEVER = -np.inf
+_NEVER = -float("inf")
 _LAZINESS = 1e-3
 """Among options of the same time the one that works less is better: seconds that a second of work counts."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The options of items, as chains of stages.
-
-    An option has one chain for each of its messages. Chains and stages that it has not are padded.
-
-    Attributes:
-        lanes: ``[chains, options, stages]``, the lane of each stage. The first one is that of backward.
-        before_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage needs its
-            lane; :data:`FAR_S` if it does not wait for it.
-        after_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage ends; for
-            stages in backward until backward continues.
-        first_s: ``[chains, options]``, seconds from the start of the chain until its second stage may start.
-        work_s: ``[kinds, options, resources]``, the work of each resource over its capacity.
-        several: the options with more than one chain.
-        size: the number of lanes.
-    """
-
-    lanes: Ints
-    before_s: Floats
-    after_s: Floats
-    first_s: Floats
-    work_s: Floats
-    several: Ints
-    size: int
-
-    def finishing_on(self, lane: int) -> Rows:
-        """The rows with the lane that waits for whole launches. Results are kept."""
-        if lane not in self._finishing:
-            self._finishing[lane] = replace(self, lanes=np.where(self.lanes == FINISH, lane, self.lanes))
-        return self._finishing[lane]
-
-    def finishing_on_each(self, lanes: Sequence[int]) -> Rows:
-        """The rows with the lane that waits for whole launches if all items have the same option, for each option."""
-        return replace(self, lanes=np.where(self.lanes == FINISH, np.array(lanes)[:, None], self.lanes))
-
-    @functools.cached_property
-    def _finishing(self) -> dict[int, Rows]:
-        return {}
-
-    def path(self, kind: int, option: int) -> OptionChain:
-        """The chains of an option for a kind of items, without padding. Results are kept."""
-        key = kind * self.lanes.shape[1] + option
-        found = self._paths.get(key)
-        if found is None:
-            chains = []
-            for chain in range(len(self.lanes) if option in self.several else 1):
-                used = self.lanes[chain, option] != NOWHERE
-                columns = (
-                    self.lanes[chain, option],
-                    self.before_s[kind, chain, option],
-                    self.after_s[kind, chain, option],
-                )
-                chains.append(Stages(*(column[used].tolist() for column in columns)))
-            found = OptionChain(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
-            self._paths[key] = found
-        return found
-
-    @functools.cached_property
-    def _paths(self) -> dict[int, OptionChain]:
-        return {}
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """The time that passes between items.
-
-    Attributes:
-        seconds: ``[items + 1]``, seconds of the submitting thread before each item, and behind the last one.
-        work_s: ``[items + 1, resources]``, the work of each resource over its capacity meanwhile.
-    """
-
-    seconds: Floats
-    work_s: Floats
 
 
 class Steps:
@@ -145,7 +53,7 @@ class Steps:
         self._lazy_s = _LAZINESS * rows.work_s.sum(axis=2)
         self._gaps = list(zip(gaps.seconds.tolist(), gaps.work_s.tolist(), strict=True))
 
-    # ---------------------------------------------------------------- one choice
+    # ---------------------------------------------------------------- one choice: short lists are faster than arrays
 
     def start(self) -> State:
         """The state at the start of backward."""
@@ -163,15 +71,45 @@ class Steps:
 
     def after_gap(self, state: State, seconds: float, work_s: Sequence[float]) -> State:
         """A state, or ways, with some time of the submitting thread."""
-        return chains.passed(state, seconds, work_s, self.rows.size)
+        later = state.copy()
+        later[BACKWARD] += seconds
+        for lane, work in enumerate(work_s, self.rows.size):
+            later[lane] += work
+        return later
 
     def behind(self, state: State, kind: int, option: int) -> State:
         """The state after an item; time that passes before it has passed."""
-        return chains.behind(state, self.rows.path(kind, option), self.rows.size)
+        path, after = self.rows.path(kind, option), state.copy()
+        released = state[BACKWARD] + path.first_s
+        for chain in path.chains:
+            end, free_s = _NEVER, [after[lane] for lane in chain.lanes]
+            for lane, free, before_s, after_s in zip(chain.lanes, free_s, chain.before_s, chain.after_s, strict=True):
+                start = free - before_s
+                if start > end:
+                    end = start
+                if end + after_s > after[lane]:
+                    after[lane] = end + after_s
+        for lane, work in enumerate(path.work_s, self.rows.size):
+            free = after[lane]
+            after[lane] = (free if free > released else released) + work
+        return after
 
     def ahead(self, ways: State, kind: int, option: int) -> State:
         """The ways from before an item to the end, given those from behind it."""
-        return chains.ahead(ways, self.rows.path(kind, option), self.rows.size)
+        path, before = self.rows.path(kind, option), ways.copy()
+        for chain in reversed(path.chains):
+            longest_s, ahead_s = _NEVER, [before[lane] for lane in chain.lanes]
+            for place in range(len(chain.lanes) - 1, -1, -1):
+                rest_s, lane = ahead_s[place] + chain.after_s[place], chain.lanes[place]
+                if rest_s > longest_s:
+                    longest_s = rest_s
+                if longest_s - chain.before_s[place] > before[lane]:
+                    before[lane] = longest_s - chain.before_s[place]
+        for lane, work in enumerate(path.work_s, self.rows.size):
+            before[lane] += work
+        if path.work_s:
+            before[BACKWARD] = max(before[BACKWARD], path.first_s + max(before[self.rows.size :]))
+        return before
 
     def value(self, choice: Iterable[int]) -> float:
         """The time of a step."""

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-from gckernels.codec import Codec
 
 from ...plans.plan import Plan
-from ...programs.steps import Program
 from ..drafts.drafts import Launches, Option, plan_of
 from ..drafts.problem import Problem
-from ..machines.machine import MachineError
 from ..policies.messages import JUDGED, codecs, fastest, uniform_draft, usual_programs
 from ..policies.none import none
 from ..search.fusion import Groups
@@ -62,7 +57,7 @@ def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
         programs = usual_programs(problem, compressor)
         priced += [
             (Option(program, compressor), costs)
-            for program, costs in zip(programs, _costs(problem, compressor, programs), strict=True)
+            for program, costs in zip(programs, fusion_costs(problem, compressor, programs), strict=True)
             if costs is not None
         ]
     found: list[tuple[Option, Groups, FusionCosts]] = []
@@ -77,13 +72,3 @@ def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
         option, groups, costs = found[0]
         found[0] = (option, exact_groups(problem, option, costs, groups), costs)
     return [(option, groups) for option, groups, _ in found]
-
-
-def _costs(problem: Problem, compressor: Codec, programs: Sequence[Program]) -> list[FusionCosts | None]:
-    """The costs for each program; ``None`` for those for which the machine lacks a price."""
-    try:
-        return [*fusion_costs(problem, compressor, programs)]
-    except MachineError:
-        if len(programs) == 1:
-            return [None]
-        return [costs for program in programs for costs in _costs(problem, compressor, [program])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,49 +18,16 @@ from ...programs.stages import MessageKind
 from ...programs.steps import Program
 from ..drafts.drafts import Option, carried
 from ..drafts.problem import Problem
-from ..machines.machine import Floats
+from ..machines.machine import Floats, MachineError
+from ..timeline.pricing import Ints, Units
 from .fusion import Groups, best_groups, best_groups_of_any, encode_table
 
-Numbers = npt.NDArray[np.intp]
 AFFINE = 0.01
 """The largest relative deviation at which times count as a constant plus a sum."""
 TOLERANCE = 1e-3
 """As for :func:`~.fusion.best_groups_of_any`."""
 WINDOWS = (1, 8, 64)
 """Sizes of the groups with which a fit is compared."""
-
-
-@dataclass(frozen=True)
-class Runs:
-    """Units of runs of neighbours that have the same compressor.
-
-    Attributes:
-        compressor: the compressor.
-        numels: ``[sizes]``, the distinct numbers of elements.
-        rows: ``[n]``, for each tensor the number of its size; -1 for one that is none of these units.
-        starts, stops: ``[runs]``, the first tensor of each run, and the one behind its last.
-        weights: ``[runs]``, 1 for runs that have these units, 0 for others.
-    """
-
-    compressor: Compressor
-    numels: tuple[int, ...]
-    rows: Numbers
-    starts: Numbers
-    stops: Numbers
-    weights: Floats
-
-    def total(self, values: Floats) -> Floats:
-        """``[runs]``, the sum over the units of each run of ``values [sizes]``, which must be integers."""
-        so_far = np.concatenate([[0.0], np.append(values, 0.0)[self.rows].cumsum()])
-        result: Floats = so_far.take(self.stops)
-        result -= so_far.take(self.starts)
-        result *= self.weights
-        return result
-
-    @property
-    def counts(self) -> Floats:
-        """``[runs]``, the number of units of each run."""
-        return self.total(np.ones(len(self.numels)))
 
 
 @dataclass(frozen=True)
@@ -104,12 +72,21 @@ class FusionCosts:
         return best_groups(self.backward_s, self.encode_fixed_s, self.encode_each_s, send_s, below_s)
 
 
-def fusion_costs(problem: Problem, compressor: Compressor, programs: Sequence[Program]) -> list[FusionCosts]:
-    """The times of groups that are sent with one compressor, for each of some programs.
+class GroupTimes(NamedTuple):
+    """The times of groups.
 
-    Raises:
-        MachineError: the machine lacks a price.
+    Attributes:
+        compute_s: ``[groups]``, seconds of computing.
+        send_s: ``[groups]``, seconds of sending.
     """
+
+    compute_s: Floats
+    send_s: Floats
+
+
+def fusion_costs(problem: Problem, compressor: Compressor, programs: Sequence[Program]) -> list[FusionCosts | None]:
+    """The times of groups that are sent with one compressor, for each of some programs; ``None`` for those for which
+    the machine lacks a price."""
     tensors = problem.trace.tensors
     num = len(tensors)
     all_starts, all_stops = np.arange(num), np.arange(1, num + 1)
@@ -120,8 +97,11 @@ def fusion_costs(problem: Problem, compressor: Compressor, programs: Sequence[Pr
     compressed = np.array([number in users for number in range(num)])
     ready_s = np.maximum.accumulate([0.0, *(tensor.ready_s for tensor in tensors)])
     runs = np.cumsum([0.0, *(one.dtype != other.dtype for one, other in itertools.pairwise(tensors))])
-    found = []
+    found: list[FusionCosts | None] = []
     for times in group_times(problem, starts, stops, compressor, programs):
+        if times is None:
+            found.append(None)
+            continue
         (encode_fixed_s, encode_each_s, encode_error), (send_fixed_s, send_each_s, send_error) = (
             _fit(each, compressed, starts, stops) for each in times
         )
@@ -140,50 +120,51 @@ def exact_groups(problem: Problem, option: Option, costs: FusionCosts, tried: Gr
         option: how groups are sent.
         costs: the costs of groups with the option.
         tried: the fastest groups by these costs.
-
-    Raises:
-        MachineError: the machine lacks a price.
     """
     assert option.compressor is not None
     num = len(costs.backward_s)
     starts, last = np.triu_indices(num)
     encode_s, send_s = np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))
     (times,) = group_times(problem, starts, last + 1, option.compressor, [option.program])
+    assert times is not None  # the costs have the same prices
     encode_s[starts, last + 1], send_s[starts, last + 1] = times
     return best_groups_of_any(costs.backward_s, encode_s, within_runs(send_s, costs.runs), TOLERANCE, tried.ends)
 
 
 def group_times(
-    problem: Problem, starts: Numbers, stops: Numbers, compressor: Compressor, programs: Sequence[Program]
-) -> list[tuple[Floats, Floats]]:
-    """The seconds of computing and of sending, ``[groups]``, for groups of the tensors from ``starts`` up to ``stops``,
-    for each of some programs.
-
-    Raises:
-        MachineError: the machine lacks a price.
-    """
+    problem: Problem, starts: Ints, stops: Ints, compressor: Compressor, programs: Sequence[Program]
+) -> list[GroupTimes | None]:
+    """The times of groups of the tensors from ``starts`` up to ``stops``, for each of some programs; ``None`` for
+    those for which the machine lacks a price."""
     message, beside = carried(problem, range(len(problem.trace.tensors)), Option(programs[0], compressor))
     compressed = [number for number in message if number in problem.users[compressor]]
     small = sorted({*message} - {*compressed})
-    encoded = _runs(problem, compressor, compressed, starts, stops)
-    raw, light = (_runs(problem, Identity(), each, starts, stops) for each in (beside, small))
+    encoded = _units(problem, compressor, compressed, starts, stops)
+    raw, light = (_units(problem, Identity(), each, starts, stops) for each in (beside, small))
     compresses = encoded.counts > 0
-    in_message, in_place = (replace(light, weights=which.astype(np.float64)) for which in (compresses, ~compresses))
+    in_message, in_place = (
+        replace(light, stops=np.where(which, light.stops, light.starts)) for which in (compresses, ~compresses)
+    )
     reduces = (raw.counts + in_place.counts) > 0
-    exact = _times(problem, MessageKind.IN_PLACE, (ALLREDUCE,), (raw, in_place), reduces, starts)[0]
+    (exact,) = _times(problem, MessageKind.IN_PLACE, (ALLREDUCE,), (raw, in_place), reduces, starts)
     each = _times(problem, MessageKind.ENCODED, programs, (encoded, in_message), compresses, starts)
-    return [(compute_s + exact[0], send_s + exact[1]) for compute_s, send_s in each]
+    return [
+        None
+        if exact is None or times is None
+        else GroupTimes(times.compute_s + exact.compute_s, times.send_s + exact.send_s)
+        for times in each
+    ]
 
 
 def _times(
     problem: Problem,
     kind: MessageKind,
     programs: Sequence[Program],
-    units: Sequence[Runs],
+    units: Sequence[Units],
     sent: npt.NDArray[np.bool_],
-    starts: Numbers,
-) -> list[tuple[Floats, Floats]]:
-    """The seconds of computing and of sending a message, for each program.
+    starts: Ints,
+) -> list[GroupTimes | None]:
+    """The times of a message of every group, for each program.
 
     Args:
         problem: the problem.
@@ -193,14 +174,17 @@ def _times(
         sent: ``[groups]``, which groups have such a message.
         starts: ``[groups]``, the first tensor of each group, whose dtype it has.
     """
-    times = [(np.zeros(len(starts)), np.zeros(len(starts))) for _ in programs]
+    times: list[GroupTimes | None] = [GroupTimes(np.zeros(len(starts)), np.zeros(len(starts))) for _ in programs]
     dtypes = [tensor.dtype for tensor in problem.trace.tensors]
     for dtype in dict.fromkeys(dtypes) if sent.any() else ():
         priced = sent & np.array([each == dtype for each in dtypes])[starts]
-        rows = problem.pricer.table(kind, programs, units, dtype)
-        for (compute_s, send_s), stages in zip(times, rows, strict=True):
+        for number, stages in enumerate(problem.pricer.table(kind, programs, units, dtype)):
+            of_program = times[number]
+            if isinstance(stages, MachineError) or of_program is None:
+                times[number] = None
+                continue
             for stage in stages:
-                target = send_s if stage.spec.resource.does == "communicate" else compute_s
+                target = of_program.send_s if stage.spec.resource.does == "communicate" else of_program.compute_s
                 np.add(target, stage.price.alone_s, out=target, where=priced)
     return times
 
@@ -212,19 +196,15 @@ def within_runs(send_s: Floats, runs: Floats) -> Floats:
     return result
 
 
-def _runs(problem: Problem, compressor: Compressor, members: Sequence[int], starts: Numbers, stops: Numbers) -> Runs:
+def _units(problem: Problem, compressor: Compressor, members: Sequence[int], starts: Ints, stops: Ints) -> Units:
     """The units of every group, of those tensors that are ``members``."""
     tensors = problem.trace.tensors
-    numels = tuple(sorted({tensors[number].numel for number in members}))
-    row = {numel: index for index, numel in enumerate(numels)}
-    rows = np.full(len(tensors), -1, dtype=np.intp)
-    rows[list(members)] = [row[tensors[number].numel] for number in members]
-    return Runs(compressor, numels, rows, starts, stops, np.ones(len(starts)))
+    units = Units.of(compressor, [[tensors[number].numel] for number in members])
+    until = np.searchsorted(members, np.arange(len(tensors) + 1))  # the members before each tensor
+    return replace(units, starts=until[starts], stops=until[stops])
 
 
-def _fit(
-    times_s: Floats, compressed: npt.NDArray[np.bool_], starts: Numbers, stops: Numbers
-) -> tuple[float, Floats, float]:
+def _fit(times_s: Floats, compressed: npt.NDArray[np.bool_], starts: Ints, stops: Ints) -> tuple[float, Floats, float]:
     """The constant, the time of each tensor, and the error of that form.
 
     A tensor costs as much as the group of all tensors before it grows with it; those up to the first compressed one as

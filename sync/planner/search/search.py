@@ -11,14 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...programs.steps import Collective
 from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option
 from ..drafts.problem import Problem
 from ..machines.machine import Floats
-from ..maxplus.chains import State
 from ..maxplus.dominance import undominated
 from ..maxplus.item_rows import Item, RowMaker
-from ..maxplus.maxplus import NOWHERE, UNUSABLE_S, Gaps, Rows, Steps, longest
+from ..maxplus.maxplus import State, Steps, longest
+from ..maxplus.rows import NOWHERE, UNUSABLE_S, Gaps, Rows
 from .restructure import Move, disjoint, moved, moves_of
 
 MAX_SWEEPS = 4
@@ -52,13 +51,6 @@ def options_in(draft: Draft) -> tuple[Option, ...]:
     return tuple(dict.fromkeys(message.option for message in messages_of_draft(draft)))
 
 
-def phases_of(options: Sequence[Option]) -> int:
-    """The number of collectives of the longest program that is not in place."""
-    return max(
-        (sum(isinstance(step, Collective) for step in each.program) for each in options if not each.in_place), default=1
-    )
-
-
 class Search:
     """Improves drafts of a problem.
 
@@ -78,7 +70,7 @@ class Search:
         options = options_in(draft)
         number = {option: index for index, option in enumerate(options)}
         choice = [number[message.option] for message in messages_of_draft(draft)]
-        return self._steps(draft, options, phases_of(options_in(draft))).value(choice)
+        return self._steps(draft, options).value(choice)
 
     def improved(self, draft: Draft, options: Sequence[Option], sweeps: int = MAX_SWEEPS) -> Draft:
         """A draft in which no message alone would be better off with another one of the options.
@@ -91,7 +83,7 @@ class Search:
         options = tuple(dict.fromkeys((*options_in(draft), *options)))
         number = {option: index for index, option in enumerate(options)}
         for _ in range(sweeps):
-            steps = self._steps(draft, options, phases_of(options_in(draft)))
+            steps = self._steps(draft, options)
             choice = [number[message.option] for message in messages_of_draft(draft)]
             if not steps.sweep(choice):
                 break
@@ -102,7 +94,7 @@ class Search:
         """The best drafts in which all launches are one message with the same option, at most ``count``."""
         draft = tuple((MessageDraft(tuple(launch)),) for launch in launches)
         rows = self._rows(self._first(draft), tuple(options))
-        rows = rows.finishing_on_each([self._maker.lane_of_phase(phases_of([option])) for option in options])
+        rows = rows.finishing_on_each([self._maker.lanes.behind([option]) for option in options])
         kinds, _ = self._maker.kinds([message.tensors for message in messages_of_draft(draft)])
         times = Steps(rows, kinds, self._gaps(draft, rows)).uniform()
         return [with_options(draft, [options[at]] * len(draft)) for at in np.argsort(times, kind="stable")[:count]]
@@ -118,7 +110,7 @@ class Search:
         fastest drafts, the best first."""
         options = tuple(dict.fromkeys((*options_in(draft), *options)))
         number = {option: index for index, option in enumerate(options)}
-        steps = self._steps(draft, options, phases_of(options_in(draft)))
+        steps = self._steps(draft, options)
         choice = [number[message.option] for message in messages_of_draft(draft)]
         ways, state, times = steps.ways(choice), steps.start(), []
         for item, kind in enumerate(steps.kinds):
@@ -153,7 +145,7 @@ class Search:
         rows = self._rows(tuple(first), options)
         times = []
         for draft in drafts:
-            own = rows.finishing_on(self._maker.lane_of_phase(phases_of(options_in(draft))))
+            own = rows.finishing_on(self._maker.lanes.behind(options_in(draft)))
             steps = Steps(own, [kind[message.tensors] for message in messages_of_draft(draft)], self._gaps(draft, rows))
             times.append(steps.value([number[message.option] for message in messages_of_draft(draft)]))
         return times
@@ -176,13 +168,15 @@ class Search:
 
         They are without hooks, which cost the same whatever is chosen.
         """
-        steps = self._steps(draft, tuple(options), phases_of(options))
+        steps = self._steps(draft, tuple(options), options)
         firsts = np.zeros(len(steps.kinds) + 1, dtype=bool)
         return Steps(steps.rows, steps.kinds, self._maker.gaps(self._waited_s(draft), firsts, steps.rows))
 
-    def _steps(self, draft: Draft, options: tuple[Option, ...], phases: int) -> Steps:
+    def _steps(self, draft: Draft, options: tuple[Option, ...], used: Sequence[Option] | None = None) -> Steps:
+        """The times of steps, with launches that are waited for as in a plan with the options ``used``; by default
+        those of the draft."""
         kinds, first = self._maker.kinds([message.tensors for message in messages_of_draft(draft)])
-        rows = self._rows(tuple(first), options).finishing_on(self._maker.lane_of_phase(phases))
+        rows = self._rows(tuple(first), options).finishing_on(self._maker.lanes.behind(used or options_in(draft)))
         return Steps(rows, kinds, self._gaps(draft, rows))
 
     def _gaps(self, draft: Draft, rows: Rows) -> Gaps:
@@ -259,7 +253,7 @@ class Search:
         options = tuple(dict.fromkeys(message.option for message in (*old, *changed)))
         number = {option: index for index, option in enumerate(options)}
         kinds, first = self._maker.kinds([message.tensors for message in (*old, *changed)])
-        rows = self._maker.rows(first, options).finishing_on(self._maker.lane_of_phase(phases_of(options_in(draft))))
+        rows = self._maker.rows(first, options).finishing_on(self._maker.lanes.behind(options_in(draft)))
         steps = Steps(rows, kinds[: len(old)], self._gaps(draft, rows))
         kind = dict(zip((message.tensors for message in (*old, *changed)), kinds, strict=True))
         # the state before each launch, and the ways from behind it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,6 +10,8 @@ import torch
 from ...plans.buckets import cut_buckets
 from ...plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ...plans.plan import Frontend, Plan, PlanError, UnitPlan
+from ...programs.named import ALLREDUCE
+from ...programs.steps import Collective, Program
 from ...traces.model_trace import ModelTrace
 from ...traces.traced_tensors import TracedTensor
 
@@ -69,19 +71,16 @@ def messages_of(launch: BucketLaunch, plan: Plan, frontend: Frontend) -> tuple[M
     """
     if has_no_hook(plan, frontend):
         return (whole_bucket(launch.units, launch.numel),)
-    return grouped(launch.units, plan.channels)
-
-
-def grouped(units: tuple[PlacedUnit, ...], channels: int = 1) -> tuple[MessageSpec, ...]:
-    """The messages of units of a launch, after the last milestone of all compressors.
-
-    Args:
-        units: the units.
-        channels: as for :func:`~gckernels.sync.plans.grouping.group_units`.
-    """
+    units = launch.units
     if any(len(unit.plan.compressor.schedule) > 1 for unit in units):
         units = tuple(replace(unit, plan=unit.plan.at_step(_STEADY)) for unit in units)
-    return group_units(units, channels)
+    return group_units(units, plan.channels)
+
+
+def phases_of(programs: Iterable[Program]) -> int:
+    """The number of collectives of the longest program that is not in place; 1 if there is none."""
+    encoded = {id(program): program for program in programs if program != ALLREDUCE}
+    return max((sum(isinstance(step, Collective) for step in each) for each in encoded.values()), default=1)
 
 
 def has_no_hook(plan: Plan, frontend: Frontend) -> bool:

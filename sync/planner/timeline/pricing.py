@@ -1,18 +1,18 @@
 """Prices of messages: the stages of a message with what each costs on a machine.
 
 :meth:`Pricer.message` prices one message, :meth:`Pricer.table` many messages in many programs at once. Both add up the
-same features of the units: their number, their elements and their bytes (:mod:`gckernels.sync.programs.contents`).
+same features of the units: their number, their elements and their bytes (:mod:`gckernels.sync.programs.layouts`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gckernels.compressor import Compressor
@@ -23,62 +23,77 @@ from ...programs.stages import MessageKind
 from ...programs.steps import Program
 from ..machines.machine import Floats, Machine, MachineError, Price, Shared
 from .priced_stages import PricedStage
-from .stage_templates import Coding, Copying, Need, Sending, Skeletons, skeletons_for
+from .stage_templates import Coding, Copying, Need, Sending, templates_of
 
+Ints: TypeAlias = npt.NDArray[np.intp]
 _KEPT = 500
 """Messages whose prices are kept if no more are priced at once."""
 _Form: TypeAlias = tuple[MessageKind, Program, torch.dtype, tuple[Compressor, ...]]
 _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-class Totals(Protocol):
-    """Units of some messages that have the same compressor, of which sums are known."""
-
-    @property
-    def compressor(self) -> Compressor:
-        """The fitted compressor."""
-
-    @property
-    def numels(self) -> tuple[int, ...]:
-        """The distinct numbers of elements."""
-
-    def total(self, values: Floats) -> Floats:
-        """``[n]``, the sum over the units of each message of ``values [sizes]``."""
-
-
 @dataclass(frozen=True)
 class Units:
-    """Units of some messages that have the same compressor.
+    """Units of some messages that have the same compressor. Messages are runs of one list of units.
 
     Attributes:
         compressor: the fitted compressor.
         numels: ``[sizes]``, the distinct numbers of elements.
-        counts: ``float64 [sizes, n]``, how many units of each size each message has.
+        sizes: for each unit of the list the number of its size.
+        starts, stops: ``[n]``, the first unit of each message, and the one behind its last.
     """
 
     compressor: Compressor
     numels: tuple[int, ...]
-    counts: Floats
+    sizes: Ints
+    starts: Ints
+    stops: Ints
 
     @staticmethod
-    def of(compressor: Compressor, messages: Sequence[Iterable[int]]) -> Units:
+    def of(compressor: Compressor, messages: Sequence[Sequence[int]]) -> Units:
         """The units with ``compressor`` of messages, given the numbers of elements of each message's units."""
-        tallies = [Counter(numels) for numels in messages]
-        numels = tuple(sorted(set().union(*tallies)))
-        row = {numel: index for index, numel in enumerate(numels)}
-        counts = np.zeros((len(numels), len(tallies)))
-        for message, tally in enumerate(tallies):
-            for numel, count in tally.items():
-                counts[row[numel], message] = count
-        return Units(compressor, numels, counts)
+        everything = np.array([numel for numels in messages for numel in numels], dtype=np.intp)
+        numels, sizes = np.unique(everything, return_inverse=True)
+        stops = np.cumsum([len(each) for each in messages])
+        return Units(compressor, tuple(numels.tolist()), sizes, np.concatenate([[0], stops[:-1]]), stops)
 
-    def total(self, values: Floats) -> Floats:
-        """``[n]``, the sum over the units of each message of ``values [sizes]``."""
-        return values @ self.counts
+    def total(self, values: Sequence[float]) -> Floats:
+        """``[n]``, the sum over the units of each message of ``values [sizes]``, which must be integers."""
+        so_far = np.concatenate([[0.0], np.array(values, dtype=np.float64)[self.sizes].cumsum()])
+        result: Floats = so_far[self.stops] - so_far[self.starts]
+        return result
 
-    def of_messages(self, members: Sequence[int]) -> Units:
-        """The units of some of the messages."""
-        return Units(self.compressor, self.numels, self.counts[:, members])
+    @functools.cached_property
+    def counts(self) -> Floats:
+        """``[n]``, the number of units of each message."""
+        return (self.stops - self.starts).astype(np.float64)
+
+    def elements(self, extent: Extent) -> Floats:
+        """``[n]``, the elements of an extent of all units."""
+        if extent not in self._elements:
+            self._elements[extent] = self.total([extent.elements(each) for each in self.numels])
+        return self._elements[extent]
+
+    def nbytes(self, content: Content, itemsize: int) -> Floats:
+        """``[n]``, the bytes of a content of all units, whose gradients have ``itemsize`` bytes for each element."""
+        key = (content.extent, content.form, itemsize)
+        if key not in self._nbytes:
+            one = content._replace(pieces=1)
+            self._nbytes[key] = self.total([one.nbytes(each, itemsize, self._round_nbytes) for each in self.numels])
+        result: Floats = content.pieces * self._nbytes[key]
+        return result
+
+    @functools.cached_property
+    def _elements(self) -> dict[Extent, Floats]:
+        return {}
+
+    @functools.cached_property
+    def _nbytes(self) -> dict[tuple[Extent, int, int], Floats]:
+        return {}
+
+    @functools.cached_property
+    def _round_nbytes(self) -> Callable[[int, int], int]:
+        return functools.cache(self.compressor.round_nbytes)  # units and extents often have the same size
 
 
 class Pricer:
@@ -121,16 +136,29 @@ class Pricer:
         for form, each in new.items():
             kind, program, dtype, methods = form
             groups = [Units.of(method, numels) for method, numels in zip(methods, zip(*each, strict=True), strict=True)]
-            (row,) = self.table(kind, (program,), groups, dtype)
+            row = self.stages(kind, program, groups, dtype)
             for at, sizes in enumerate(each):
                 found[form, sizes] = tuple(replace(stage, price=stage.price.entry(at)) for stage in row)
         if sum(map(len, new.values())) <= _KEPT:
             self._known.update(found)
         return [found[key] for key in keys]
 
+    def stages(
+        self, kind: MessageKind, program: Program, groups: Sequence[Units], dtype: torch.dtype
+    ) -> tuple[PricedStage, ...]:
+        """The priced stages of ``n`` messages in one program; the arguments are those of :meth:`table`.
+
+        Raises:
+            MachineError: the machine lacks a price.
+        """
+        (found,) = self.table(kind, [program], groups, dtype)
+        if isinstance(found, MachineError):
+            raise found
+        return found
+
     def table(
-        self, kind: MessageKind, programs: Sequence[Program], groups: Sequence[Totals], dtype: torch.dtype
-    ) -> list[tuple[PricedStage, ...]]:
+        self, kind: MessageKind, programs: Sequence[Program], groups: Sequence[Units], dtype: torch.dtype
+    ) -> list[tuple[PricedStage, ...] | MachineError]:
         """The priced stages of ``n`` messages in every program, of which all messages have the same kind.
 
         Args:
@@ -140,125 +168,60 @@ class Pricer:
             dtype: the dtype of the gradients.
 
         Returns:
-            For each program its stages, with prices ``[n]``.
-
-        Raises:
-            MachineError: the machine lacks a price.
-        """
-        skeletons = self.skeletons(kind, groups)
-        rows = [skeletons.of(program) for program in programs]
-        prices = self.prices(skeletons, {need for row in rows for need in row.needs}, groups, dtype)
-        if missing := [each for each in prices.values() if isinstance(each, MachineError)]:
-            raise missing[0]
-        known = {number: price for number, price in prices.items() if isinstance(price, Price)}
-        return [
-            tuple(
-                PricedStage(spec, known[need], roots)
-                for spec, need, roots in zip(row.specs, row.needs, row.roots, strict=True)
-            )
-            for row in rows
-        ]
-
-    def skeletons(self, kind: MessageKind, groups: Sequence[Totals]) -> Skeletons:
-        """The skeletons for messages of one kind.
-
-        Args:
-            kind: the kind of the messages.
-            groups: their units, as for :meth:`table`.
+            For each program its stages, with prices ``[n]``; the error of a price that the machine lacks.
         """
         capabilities = tuple(dict.fromkeys(Capabilities.of(group.compressor) for group in groups))
-        return skeletons_for(kind, capabilities, self.machine.topology, self._apart)
+        numbered = [(group, capabilities.index(Capabilities.of(group.compressor))) for group in groups]
+        prices: dict[int, Price | MachineError] = {}  # by identity, which equal needs share
+        found: list[tuple[PricedStage, ...] | MachineError] = []
+        for program in programs:
+            stages: list[PricedStage] = []
+            for spec, need, roots in templates_of(kind, program, capabilities, self.machine.topology, self._apart):
+                if id(need) not in prices:
+                    prices[id(need)] = self._price_or_error(need, numbered, dtype.itemsize)
+                price = prices[id(need)]
+                if isinstance(price, MachineError):
+                    found.append(price)
+                    break
+                stages.append(PricedStage(spec, price, roots))
+            else:
+                found.append(tuple(stages))
+        return found
 
-    def prices(
-        self, skeletons: Skeletons, needs: Iterable[int], groups: Sequence[Totals], dtype: torch.dtype
-    ) -> dict[int, Price | MachineError]:
-        """The prices ``[n]`` of needs in ``n`` messages, by number; the error of those that the machine has not.
+    def _price_or_error(self, need: Need, groups: Sequence[tuple[Units, int]], itemsize: int) -> Price | MachineError:
+        """The price ``[n]`` of a need; the error if the machine lacks it."""
+        overheads = self.machine.overheads
+        try:
+            price = self._price(need, groups, itemsize)
+        except MachineError as error:
+            return error
+        return replace(price, alone_s=price.alone_s + overheads.stage_s, submit_s=price.submit_s + overheads.submit_s)
+
+    def _price(self, need: Need, groups: Sequence[tuple[Units, int]], itemsize: int) -> Price:
+        """The price of a need, without overheads.
 
         Args:
-            skeletons: the skeletons of the messages.
-            needs: the numbers of the needs.
-            groups: the units of the messages, as for :meth:`table`.
-            dtype: the dtype of the gradients.
+            need: the need.
+            groups: the units, each with the number of their kind, for which the need names contents.
+            itemsize: the bytes of an element of the gradients.
         """
-        kinds = {each: number for number, each in enumerate(dict.fromkeys(map(_capabilities, groups)))}
-        amounts = [Amounts(group, dtype, kinds[_capabilities(group)]) for group in groups]
-        overheads = self.machine.overheads
-        prices: dict[int, Price | MachineError] = {}
-        for number in needs:
-            try:
-                price = self._price(skeletons.needs[number], amounts)
-            except MachineError as error:
-                prices[number] = error
-                continue
-            prices[number] = replace(
-                price, alone_s=price.alone_s + overheads.stage_s, submit_s=price.submit_s + overheads.submit_s
-            )
-        return prices
-
-    def _price(self, need: Need, amounts: Sequence[Amounts]) -> Price:
-        """The price of a need, without overheads."""
         machine = self.machine
         match need:
             case Sending(step, level, place, from_roots, sent):
-                wire = _total(each.nbytes(sent[each.kind][0]) * sent[each.kind][1] for each in amounts)
+                wire = _total(units.nbytes(sent[kind][0], itemsize) * sent[kind][1] for units, kind in groups)
                 return machine.collective(step, level, place, wire, from_roots)
             case Copying(resource, contents, at_most):
-                copied = _total(each.nbytes(contents[each.kind]) for each in amounts)
+                copied = _total(units.nbytes(contents[kind], itemsize) for units, kind in groups)
                 if at_most:
-                    copied = np.minimum(copied, _total(each.nbytes(at_most[each.kind]) for each in amounts))
+                    copied = np.minimum(copied, _total(units.nbytes(at_most[kind], itemsize) for units, kind in groups))
                 to = machine.computes_on if resource is None else Shared(resource.value)
                 return machine.copy(to, copied)
-            case Coding(kind, place, extents, sources):
+            case Coding(work, place, extents, sources):
                 codecs = (
-                    machine.codec(kind, each.compressor, place, each.units, each.numel(extents[each.kind]), sources)
-                    for each in amounts
+                    machine.codec(work, units.compressor, place, units.counts, units.elements(extents[kind]), sources)
+                    for units, kind in groups
                 )
                 return functools.reduce(_added, codecs)
-
-
-class Amounts:
-    """Elements and bytes of units with one method, added up per message.
-
-    Args:
-        units: the units.
-        dtype: the dtype of the gradients.
-        kind: the number of their kind, for which needs name contents.
-
-    Attributes:
-        compressor: their method.
-        units: ``[n]``, the number of units.
-        kind: as given.
-    """
-
-    def __init__(self, units: Totals, dtype: torch.dtype, kind: int) -> None:
-        self.compressor, self.units, self.kind = units.compressor, units.total(np.ones(len(units.numels))), kind
-        self._units, self._itemsize = units, dtype.itemsize
-        self._elements: dict[Extent, Floats] = {}
-        self._nbytes: dict[tuple[Extent, int], Floats] = {}
-        self._payloads: dict[tuple[int, int], int] = {}  # units and extents often have the same size
-
-    def numel(self, extent: Extent) -> Floats:
-        """``[n]``, the elements of an extent of all units."""
-        if extent not in self._elements:
-            sizes = [float(extent.elements(each)) for each in self._units.numels]
-            self._elements[extent] = self._units.total(np.array(sizes))
-        return self._elements[extent]
-
-    def nbytes(self, content: Content) -> Floats:
-        """``[n]``, the bytes of a content of all units."""
-        key = (content.extent, content.form)
-        if key not in self._nbytes:
-            one = content._replace(pieces=1)
-            sizes = [float(one.nbytes(each, self._itemsize, self._payload_nbytes)) for each in self._units.numels]
-            self._nbytes[key] = self._units.total(np.array(sizes))
-        result: Floats = content.pieces * self._nbytes[key]
-        return result
-
-    def _payload_nbytes(self, numel: int, round_: int) -> int:
-        key = (numel, round_)
-        if key not in self._payloads:
-            self._payloads[key] = self.compressor.round_nbytes(numel, round_)
-        return self._payloads[key]
 
 
 def _form(message: MessageSpec, dtype: torch.dtype) -> _Form:
@@ -272,10 +235,6 @@ def _sizes(message: MessageSpec) -> _Sizes:
     for unit in message.units:
         sizes.setdefault(unit.plan.compressor, []).append(unit.plan.numel)
     return tuple(tuple(sorted(each)) for each in sizes.values())
-
-
-def _capabilities(group: Totals) -> Capabilities:
-    return Capabilities.of(group.compressor)
 
 
 def _total(columns: Iterable[Floats]) -> Floats:

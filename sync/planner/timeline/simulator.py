@@ -36,11 +36,6 @@ class Need:
     loaded_s: float = 0.0
     shares: Shares = field(default_factory=dict)
 
-    @property
-    def alone_s(self) -> float:
-        """Seconds of the task when nothing else runs."""
-        return self.latency_s + self.loaded_s
-
 
 class SimulatedTask(NamedTuple):
     """A task.

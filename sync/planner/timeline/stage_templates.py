@@ -1,6 +1,6 @@
-"""Skeletons: the stages of programs with what each needs, before anything is known of the units of a message.
+"""Templates: the stages of programs with what each needs, before anything is known of the units of a message.
 
-Programs have many stages in common. Each distinct need has a number, so that it is priced once for all programs.
+Programs have many needs in common. Equal ones are the same object, so that each is priced once for all programs.
 """
 
 from __future__ import annotations
@@ -83,74 +83,44 @@ NO_ROOTS = Roots()
 """No dependence: the stage is the same whatever rank is the root."""
 
 
-class Skeleton(NamedTuple):
-    """The stages of a program.
+class StageTemplate(NamedTuple):
+    """A stage of a program.
 
     Attributes:
-        specs: the stages.
-        needs: for each stage the number of its need.
-        roots: for each stage its dependence on the root.
+        spec: the stage.
+        need: what it needs. Equal needs are the same object.
+        roots: its dependence on the root.
     """
 
-    specs: tuple[StageSpec, ...]
-    needs: tuple[int, ...]
-    roots: tuple[Roots, ...]
+    spec: StageSpec
+    need: Need
+    roots: Roots
 
 
-class Skeletons:
-    """The skeletons of programs for messages of one kind.
+_NEEDS: dict[Need, Need] = {}
+"""The needs of all templates."""
+
+
+@functools.lru_cache(maxsize=20000)
+def templates_of(
+    kind: MessageKind, program: Program, capabilities: tuple[Capabilities, ...], topology: Topology, apart: bool
+) -> tuple[StageTemplate, ...]:
+    """The stages of a program for messages of one kind. Results are kept.
 
     Args:
         kind: the kind of the messages.
+        program: the program.
         capabilities: the capabilities of the units of each kind; the first ones decide the stages.
         topology: the topology of the ranks.
         apart: as for :func:`~gckernels.sync.programs.stages.stages_of`.
-
-    Attributes:
-        needs: all needs so far, by number.
     """
-
-    def __init__(
-        self,
-        kind: MessageKind,
-        capabilities: Sequence[Capabilities],
-        topology: Topology,
-        apart: bool,
-    ) -> None:
-        self._kind, self._capabilities, self._topology = kind, capabilities, topology
-        self._apart = apart
-        self.needs: list[Need] = []
-        self._numbers: dict[Need, int] = {}
-        self._known: dict[Program, Skeleton] = {}
-
-    def of(self, program: Program) -> Skeleton:
-        """The skeleton of a program. It is kept."""
-        if program not in self._known:
-            specs = stages_of(self._kind, program, self._capabilities[0], self._topology, self._apart)
-            layouts = [propagate(program, each, self._topology) for each in self._capabilities]
-            roots = tuple(_roots(spec, program, layouts[0]) for spec in specs)
-            needs = (
-                _need(spec, program, layouts, each, self._topology) for spec, each in zip(specs, roots, strict=True)
-            )
-            self._known[program] = Skeleton(specs, tuple(map(self._number, needs)), roots)
-        return self._known[program]
-
-    def _number(self, need: Need) -> int:
-        if need not in self._numbers:
-            self._numbers[need] = len(self.needs)
-            self.needs.append(need)
-        return self._numbers[need]
-
-
-@functools.lru_cache(maxsize=256)
-def skeletons_for(
-    kind: MessageKind,
-    capabilities: tuple[Capabilities, ...],
-    topology: Topology,
-    apart: bool,
-) -> Skeletons:
-    """The skeletons for messages of one kind; the arguments are those of :class:`Skeletons`."""
-    return Skeletons(kind, capabilities, topology, apart)
+    layouts = [propagate(program, each, topology) for each in capabilities]
+    templates = []
+    for spec in stages_of(kind, program, capabilities[0], topology, apart):
+        roots = _roots(spec, program, layouts[0])
+        need = _need(spec, program, layouts, roots, topology)
+        templates.append(StageTemplate(spec, _NEEDS.setdefault(need, need), roots))
+    return tuple(templates)
 
 
 def _roots(spec: StageSpec, program: Program, layouts: tuple[Layout, ...]) -> Roots:

@@ -22,11 +22,10 @@ from ...programs.stages import MessageKind, Resource, StageSpec
 from ...programs.steps import Level
 from ...traces.model_trace import ModelTrace
 from ..machines.machine import Shared
-from .launches import BucketLaunch, has_no_hook, launches_of, messages_of
-from .loads import loads_of
+from .launches import BucketLaunch, has_no_hook, launches_of, messages_of, phases_of
+from .loads import busiest_rank, computing_of, loads_of, total, unevenness
 from .priced_stages import PricedStage, cost_of, cost_without_hook, need_elsewhere
 from .pricing import Pricer
-from .step_context import Whole, phases_of_units
 from .utilisation import Utilisation, utilisation_of
 from .virtual_lanes import Run, Submitted, VirtualLanes
 
@@ -152,51 +151,33 @@ def timeline(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) 
         PlanError: the plan does not fit the trace.
         MachineError: the machine lacks a price.
     """
-    launches, is_alone = launches_of(plan, trace, frontend), pricer.machine.topology.world_size == 1
-    by_launch = [() if is_alone else messages_of(launch, plan, frontend) for launch in launches]
-    priced = iter(
-        pricer.messages(
-            [(spec, launch.dtype) for launch, specs in zip(launches, by_launch, strict=True) for spec in specs]
-        )
-    )
-    messages = [tuple((spec, next(priced)) for spec in specs) for specs in by_launch]
-    everything = itertools.chain.from_iterable(messages)
-    loads = (loads_of(stages, spec.units[0].plan.root, pricer.machine) for spec, stages in everything)
-    whole = Whole.of(has_no_hook(plan, frontend), phases_of_units(plan.units), loads, trace, pricer.machine)
-    return Step(launches, messages, whole, trace, pricer, frontend).timeline()
+    return _Step(plan, trace, pricer, frontend).timeline()
 
 
-class Step:
-    """A step to predict.
+class _Step:
+    """A step to predict; the arguments are those of :func:`timeline`."""
 
-    Args:
-        launches: the launches, in order.
-        messages: for each of them its messages, with their priced stages.
-        whole: what depends on all of them.
-        trace, pricer, frontend: as for :func:`timeline`.
-    """
-
-    def __init__(
-        self,
-        launches: Sequence[BucketLaunch],
-        messages: Sequence[Sequence[tuple[MessageSpec, tuple[PricedStage, ...]]]],
-        whole: Whole,
-        trace: ModelTrace,
-        pricer: Pricer,
-        frontend: Frontend,
-    ) -> None:
-        self._launches, self._messages, self._whole = tuple(launches), messages, whole
-        self._trace, self._frontend, self._machine = trace, frontend, pricer.machine
+    def __init__(self, plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -> None:
         machine = pricer.machine
-        self._computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
-        on_host = machine.computes_on == Shared.CORES
+        self._trace, self._frontend, self._machine = trace, frontend, machine
+        self._launches, is_alone = launches_of(plan, trace, frontend), machine.topology.world_size == 1
+        specs = [() if is_alone else messages_of(launch, plan, frontend) for launch in self._launches]
+        both = [(spec, launch.dtype) for launch, each in zip(self._launches, specs, strict=True) for spec in each]
+        priced = iter(pricer.messages(both))
+        self._messages = [tuple((spec, next(priced)) for spec in each) for each in specs]
+        everything = itertools.chain.from_iterable(self._messages)
+        loads = [loads_of(stages, spec.units[0].plan.root, machine) for spec, stages in everything]
+        all_loads = total([computing_of(trace, machine), *loads])
+        self._rank, self._uneven = busiest_rank(all_loads, machine), unevenness(all_loads)
+        self._without_hook, self._phases = has_no_hook(plan, frontend), phases_of(unit.program for unit in plan.units)
+        computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         self._lanes = VirtualLanes[PricedStage](
             functools.partial(cost_without_hook, machine.overheads)
-            if whole.without_hook
-            else functools.partial(cost_of, whole.uneven),
+            if self._without_hook
+            else functools.partial(cost_of, self._uneven),
             at_once=1,  # the price of an average is that in a train, with those before and behind it on their way
-            computes=self._computing,
-            submits=self._computing if on_host else {},
+            computes=computing,
+            submits=computing if machine.computes_on == Shared.CORES else {},
         )
         self._origins: list[Origin] = []
 
@@ -224,7 +205,7 @@ class Step:
             optimizer_s=end_s[step] - end_s[averaged],
             exposed_s=end_s[averaged] - end_s[backward],
             launches=self._launches,
-            phases=self._whole.phases,
+            phases=self._phases,
             capacities=self._machine.capacities,
             run=run,
             submitted=lanes.submitted,
@@ -246,19 +227,19 @@ class Step:
         for number, (launch, priced) in enumerate(zip(self._launches, self._messages, strict=True)):
             lanes.compute(launch.ready_s - before_s)
             before_s = launch.ready_s
-            lanes.delay(overheads.plain_s if self._whole.without_hook else overheads.hook_s)
+            lanes.delay(overheads.plain_s if self._without_hook else overheads.hook_s)
             tokens = []
             for spec, stages in priced:
                 tokens.append(self._submit_message(spec, stages, Origin(number, messages, spec.keys)))
                 messages += 1
             if not _is_started_at_once([spec for spec, _ in priced]):
-                lanes.lane(Resource.COMPUTE, self._whole.phases).submit(lambda: None, tokens)
+                lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
             ends.append(tokens)
         return ends
 
     def _submit_message(self, message: MessageSpec, stages: tuple[PricedStage, ...], origin: Origin) -> int:
         """Submit the stages of a message, and return the token of the last one."""
-        lanes, uneven, root = self._lanes, self._whole.uneven, message.units[0].plan.root
+        lanes, uneven, root = self._lanes, self._uneven, message.units[0].plan.root
         after: tuple[int, ...] = ()
         for elsewhere, group in itertools.groupby(stages, lambda stage: self._elsewhere(stage, root)):
             part = tuple(group)
@@ -274,7 +255,7 @@ class Step:
 
     def _elsewhere(self, stage: PricedStage, root: int) -> tuple[tuple[Level, int], ...] | None:
         """The ranks that take part in a stage, as levels with their index; ``None`` if this rank does, too."""
-        rank, topology = self._whole.rank, self._machine.topology
+        rank, topology = self._rank, self._machine.topology
         if rank is None or not stage.roots.ranks:
             return None
         ranks = tuple((level, topology.index(level, root)) for level in stage.roots.ranks)

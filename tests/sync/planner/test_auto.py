@@ -11,17 +11,18 @@ import pytest
 
 import gckernels
 from gckernels.sync import Topology
-from gckernels.sync.planner.choice import POLICIES, free_problem
-from gckernels.sync.planner.drafts.draft_times import step_s
-from gckernels.sync.planner.drafts.drafts import Option, draft_of, draft_of_launches, plan_of, usual_launches
+from gckernels.sync.planner.auto import free_problem
+from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.drafts.drafts import Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from gckernels.sync.planner.drafts.options import all_options, variants
 from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Overheads
 from gckernels.sync.planner.search.garbage import uncollected
-from gckernels.sync.planner.search.search import Search, phases_of, with_options
+from gckernels.sync.planner.search.search import Search, with_options
 from gckernels.sync.planner.search.significance import PREDICTED_SHARE, is_gain
 from gckernels.sync.planner.starts import STARTS
+from gckernels.sync.planner.timeline.launches import phases_of
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Place
@@ -125,7 +126,7 @@ def test_a_longer_program_among_the_options_does_not_slow_uniform_drafts_down():
     methods = dict.fromkeys((tensor.name for tensor in problem.trace.tensors), (gckernels.BlockQuant(bits=4),))
     problem = replace(problem, allowed=methods)
     options, launches = all_options(problem), [(tensor,) for tensor in range(len(problem.trace.tensors))]
-    short = [option for option in options if phases_of([option]) < 8]
+    short = [option for option in options if phases_of([option.program]) < 8]
     assert 0 < len(short) < len(options)
     search = Search(problem)
     uniform = [each[0][0].option for each in search.uniform(launches, options, len(options))]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from gckernels.sync.planner.maxplus.changes import Changes
-from gckernels.sync.planner.maxplus.maxplus import BACKWARD, FIRST_LANE, NOWHERE, UNUSABLE_S, Gaps, Rows, Steps
+from gckernels.sync.planner.maxplus.maxplus import Steps
+from gckernels.sync.planner.maxplus.rows import BACKWARD, FIRST_LANE, NOWHERE, UNUSABLE_S, Gaps, Rows
 from gckernels.sync.planner.published.espresso_search import choose_options, offload, offload_groups
 
 LANES = [BACKWARD, FIRST_LANE, FIRST_LANE + 1, FIRST_LANE + 2, FIRST_LANE + 3]

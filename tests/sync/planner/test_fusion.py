@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import gckernels
 from gckernels.sync.planner.search.cut_search import best_cuts
 from gckernels.sync.planner.search.fusion import best_groups, best_groups_of_any, encode_table, group_time
-from gckernels.sync.planner.search.fusion_costs import FusionCosts, Runs, within_runs
+from gckernels.sync.planner.search.fusion_costs import FusionCosts, within_runs
 from gckernels.sync.planner.timeline.pricing import Units
 
 
@@ -118,16 +120,15 @@ def test_no_groups_are_faster_than_the_bound(seed):
         assert costs.bound_s <= costs.groups().step_s * (1 + 1e-12)
 
 
-def test_sums_of_runs_are_those_of_their_units():
-    numels, rows = (10, 30), np.array([0, 1, -1, 0, 1])
-    starts, stops = np.triu_indices(5)[0], np.triu_indices(5)[1] + 1
-    weights = np.arange(len(starts)) % 2.0
-    runs = Runs(gckernels.Identity(), numels, rows, starts, stops, weights)
-    sizes = [[numels[row] for row in rows[start:stop] if row >= 0] for start, stop in zip(starts, stops, strict=True)]
-    units = Units.of(gckernels.Identity(), sizes)
-    assert units.numels == numels
-    assert (runs.total(np.array([3.0, 5.0])) == weights * units.total(np.array([3.0, 5.0]))).all()
-    assert (runs.counts == weights * [len(each) for each in sizes]).all()
+def test_units_of_groups_are_summed_group_by_group():
+    messages = [[10, 30], [], [30, 30, 10], [10]]
+    units = Units.of(gckernels.Identity(), messages)
+    assert units.numels == (10, 30)
+    assert units.total([3, 5]).tolist() == [8.0, 0.0, 13.0, 3.0] and units.counts.tolist() == [2.0, 0.0, 3.0, 1.0]
+    starts, stops = np.triu_indices(6)[0], np.triu_indices(6)[1] + 1  # all runs of the six units
+    sizes = [size for message in messages for size in message]
+    runs = [sizes[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    assert replace(units, starts=starts, stops=stops).total(units.numels).tolist() == [float(sum(run)) for run in runs]
 
 
 class TestCuts:

@@ -191,12 +191,12 @@ def test_fitted_methods_find_the_method_before_fitting():
 def test_every_stage_of_a_program_has_a_price():
     usable = dataclasses.replace(PROFILE, collectives=tuple(map(accurate, PROFILE.collectives)))
     pricer = Pricer(usable)
-    (gathered,) = pricer.table(
-        MessageKind.ENCODED, (ALLGATHER,), [Units.of(gckernels.EFSignSGD(), [[4096, 100]])], torch.float32
+    gathered = pricer.stages(
+        MessageKind.ENCODED, ALLGATHER, [Units.of(gckernels.EFSignSGD(), [[4096, 100]])], torch.float32
     )
     matrix, vector = gckernels.PowerSGD(rank=2).fit((100, 100)), gckernels.Identity()
     groups = [Units.of(matrix, [[10_000]]), Units.of(vector, [[100]])]
-    (low_rank,) = pricer.table(MessageKind.LOW_RANK, (POWERSGD,), groups, torch.float32)
+    low_rank = pricer.stages(MessageKind.LOW_RANK, POWERSGD, groups, torch.float32)
     assert all((each.price.alone_s > PROFILE.overheads.stage_s).all() for each in (*gathered, *low_rank))
     assert len(gathered) == 3 and len(low_rank) == 5
 

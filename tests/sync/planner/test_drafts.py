@@ -1,4 +1,4 @@
-"""The times of drafts are those of their plans on the timeline."""
+"""Drafts have times without an error, and moves keep their tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import math
 import random
 from dataclasses import replace
 
-import pytest
-
 import gckernels
 from gckernels.sync import Topology
-from gckernels.sync.planner.drafts.draft_times import step_s
-from gckernels.sync.planner.drafts.drafts import MessageDraft, plan_of
+from gckernels.sync.planner.drafts.drafts import MessageDraft, plan_of, step_s
 from gckernels.sync.planner.drafts.options import all_options, variants
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.machine import MachineError, Overheads
@@ -46,15 +43,6 @@ def random_draft(rng: random.Random, problem: Problem, options):
         parts = [part for part in (tensors[:cut], tensors[cut:]) if part]
         draft.append(tuple(MessageDraft(tuple(part), rng.choice(variants(rng.choice(options)))) for part in parts))
     return tuple(draft) if problem.buckets else tuple(rng.sample(draft, len(draft)))
-
-
-@pytest.mark.parametrize("frontend", list(Frontend))
-def test_a_draft_takes_as_long_as_its_plan(frontend):
-    problem, rng = small_problem(frontend), random.Random(1)
-    for options in (all_options(problem), all_options(problem)[:1]):  # the second only averages in place
-        for _ in range(15):
-            draft = random_draft(rng, problem, options)
-            assert step_s(problem, draft) == problem.timeline(plan_of(problem, draft)).step_s
 
 
 def test_a_draft_without_a_price_takes_infinitely_long():

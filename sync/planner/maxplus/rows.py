@@ -1,0 +1,131 @@
+"""Rows: the options of items as chains of stages, for :mod:`~.maxplus`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..machines.machine import Floats
+from ..timeline.pricing import Ints
+
+BACKWARD = 0
+"""The lane of backward, or rather of the thread that submits messages."""
+NOWHERE = 1
+"""A lane for which nothing waits: padding."""
+SINK = 2
+"""A lane on which stages end that wait for no lane."""
+FINISH = 3
+"""A stand-in for the lane that waits for whole launches, which depends on the longest program of a plan."""
+FIRST_LANE = 4
+FAR_S = 1e12
+"""Later than any step, for stages that wait for no lane."""
+UNUSABLE_S = 1e6
+"""The time of options that cannot be used."""
+
+
+class Stages(NamedTuple):
+    """A chain of stages, without padding.
+
+    Attributes:
+        lanes: the lane of each stage.
+        before_s: seconds from the start of the chain until each stage needs its lane.
+        after_s: seconds from the start of the chain until each stage ends.
+    """
+
+    lanes: Sequence[int]
+    before_s: Sequence[float]
+    after_s: Sequence[float]
+
+
+class OptionChain(NamedTuple):
+    """Everything that an option does to a state.
+
+    Attributes:
+        chains: its chains of stages.
+        first_s: seconds from its start until its second stage may start.
+        work_s: the work of each resource.
+    """
+
+    chains: tuple[Stages, ...]
+    first_s: float
+    work_s: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The options of items, as chains of stages.
+
+    An option has one chain for each of its messages. Chains and stages that it has not are padded.
+
+    Attributes:
+        lanes: ``[chains, options, stages]``, the lane of each stage. The first one is that of backward.
+        before_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage needs its
+            lane; :data:`FAR_S` if it does not wait for it.
+        after_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage ends; for
+            stages in backward until backward continues.
+        first_s: ``[chains, options]``, seconds from the start of the chain until its second stage may start.
+        work_s: ``[kinds, options, resources]``, the work of each resource over its capacity.
+        several: the options with more than one chain.
+        size: the number of lanes.
+    """
+
+    lanes: Ints
+    before_s: Floats
+    after_s: Floats
+    first_s: Floats
+    work_s: Floats
+    several: Ints
+    size: int
+
+    def finishing_on(self, lane: int) -> Rows:
+        """The rows with the lane that waits for whole launches. Results are kept."""
+        if lane not in self._finishing:
+            self._finishing[lane] = replace(self, lanes=np.where(self.lanes == FINISH, lane, self.lanes))
+        return self._finishing[lane]
+
+    def finishing_on_each(self, lanes: Sequence[int]) -> Rows:
+        """The rows with the lane that waits for whole launches if all items have the same option, for each option."""
+        return replace(self, lanes=np.where(self.lanes == FINISH, np.array(lanes)[:, None], self.lanes))
+
+    @functools.cached_property
+    def _finishing(self) -> dict[int, Rows]:
+        return {}
+
+    def path(self, kind: int, option: int) -> OptionChain:
+        """The chains of an option for a kind of items, without padding. Results are kept."""
+        key = kind * self.lanes.shape[1] + option
+        found = self._paths.get(key)
+        if found is None:
+            chains = []
+            for chain in range(len(self.lanes) if option in self.several else 1):
+                used = self.lanes[chain, option] != NOWHERE
+                columns = (
+                    self.lanes[chain, option],
+                    self.before_s[kind, chain, option],
+                    self.after_s[kind, chain, option],
+                )
+                chains.append(Stages(*(column[used].tolist() for column in columns)))
+            found = OptionChain(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
+            self._paths[key] = found
+        return found
+
+    @functools.cached_property
+    def _paths(self) -> dict[int, OptionChain]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """The time that passes between items.
+
+    Attributes:
+        seconds: ``[items + 1]``, seconds of the submitting thread before each item, and behind the last one.
+        work_s: ``[items + 1, resources]``, the work of each resource over its capacity meanwhile.
+    """
+
+    seconds: Floats
+    work_s: Floats
