@@ -97,7 +97,7 @@ def _compressed(problem: Problem, compressor: Compressor, link: RingLink) -> Clo
     if program == ALLGATHER:
         closed = gathered(trace.backward_s, codec_s, sent, link)
     elif compressor.rounds > 1:
-        closed = power_sgd(trace.backward_s, codec_s, sent, 1.0, link)
+        closed = power_sgd(trace.backward_s, codec_s, sent, link)
     else:
         closed = reduced(trace.backward_s, codec_s, sent, link)
     return _row(problem, short_spec(compressor), closed, Option(program, compressor))

@@ -10,7 +10,6 @@ Sizes are in bytes, bandwidths in bits per second, as links are sold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 BUCKET_NBYTES = 25e6
@@ -102,42 +101,16 @@ def sync_sgd(
     return ClosedForm(compute_s, 0.0, beside_s + last_s, min(compute_s, beside_s))
 
 
-def power_sgd(backward_s: float, codec_s: float, nbytes: float, ratio: float, link: RingLink) -> ClosedForm:
-    """The time of PowerSGD, which reduces two factors one after the other.
+def power_sgd(backward_s: float, codec_s: float, factors_nbytes: float, link: RingLink) -> ClosedForm:
+    """The time of PowerSGD, which reduces two factors one after the other; both have ``factors_nbytes`` bytes together.
 
     Args:
         backward_s: seconds of backward alone.
         codec_s: seconds of encoding and decoding.
-        nbytes: bytes of all gradients.
-        ratio: bytes of the gradients over bytes of both factors.
+        factors_nbytes: bytes of both factors of all gradients.
         link: the links.
     """
-    return ClosedForm(backward_s, codec_s, 2 * link.allreduce_s(nbytes / ratio / 2))
-
-
-def top_k(backward_s: float, codec_s: float, nbytes: float, kept: float, link: RingLink) -> ClosedForm:
-    """The time of Top-K sparsification, which gathers values and indices one after the other.
-
-    Args:
-        backward_s: seconds of backward alone.
-        codec_s: seconds of encoding and decoding.
-        nbytes: bytes of all gradients.
-        kept: fraction of the elements that are sent, each with an index of the same size.
-        link: the links.
-    """
-    return ClosedForm(backward_s, codec_s, 2 * link.allgather_s(nbytes * kept))
-
-
-def sign_sgd(backward_s: float, codec_s: float, nbytes: float, link: RingLink) -> ClosedForm:
-    """The time of SignSGD, which gathers one bit for each of the 32 of an element.
-
-    Args:
-        backward_s: seconds of backward alone.
-        codec_s: seconds of encoding and decoding.
-        nbytes: bytes of all gradients.
-        link: the links.
-    """
-    return gathered(backward_s, codec_s, nbytes / 32, link)
+    return ClosedForm(backward_s, codec_s, 2 * link.allreduce_s(factors_nbytes / 2))
 
 
 def gathered(backward_s: float, codec_s: float, payload_nbytes: float, link: RingLink) -> ClosedForm:
@@ -148,30 +121,3 @@ def gathered(backward_s: float, codec_s: float, payload_nbytes: float, link: Rin
 def reduced(backward_s: float, codec_s: float, payload_nbytes: float, link: RingLink) -> ClosedForm:
     """The time of any method whose payloads are added; a rank's have ``payload_nbytes`` bytes together."""
     return ClosedForm(backward_s, codec_s, link.allreduce_s(payload_nbytes))
-
-
-def crossover(
-    one: Callable[[float], ClosedForm], other: Callable[[float], ClosedForm], low: float, high: float
-) -> float | None:
-    """The value at which two closed forms take the same time, or ``None`` if one is faster at both ends.
-
-    Args:
-        one, other: return the closed form for a value, such as a bandwidth. Their difference has one change of sign.
-        low, high: the ends of the range, both more than 0.
-    """
-    if not 0 < low < high:
-        raise ValueError(f"crossover: low must be more than 0 and less than high, got {low!r} and {high!r}")
-
-    def faster(value: float) -> bool:
-        return one(value).step_s < other(value).step_s
-
-    at_low = faster(low)
-    if at_low == faster(high):
-        return None
-    while high / low > 1 + 1e-12:
-        middle = math.sqrt(low * high)
-        if faster(middle) == at_low:
-            low = middle
-        else:
-            high = middle
-    return math.sqrt(low * high)

@@ -103,26 +103,3 @@ def decide(numel: int, costs: SecopaCosts, exchange: Exchange) -> SecopaDecision
     exact_s, compressed_s = costs.exact_s(numel, exchange), costs.compressed_s(numel, exchange)
     compress = bool(exact_s.min() > compressed_s.min())
     return SecopaDecision(compress, 1 + int((compressed_s if compress else exact_s).argmin()))
-
-
-_MS = 1e-3
-_SENDING = {  # nodes: gather and broadcast
-    4: (Primitive(0.4193 * _MS, 2.7156e-6 * _MS), Primitive(0.22156 * _MS, 2.7157e-6 * _MS)),
-    8: (Primitive(0.80768 * _MS, 6.1167e-6 * _MS), Primitive(0.27285 * _MS, 6.1172e-6 * _MS, 0.29666 * _MS)),
-    16: (Primitive(1.4406 * _MS, 1.2937e-5 * _MS), Primitive(0.45538 * _MS, 1.2915e-5 * _MS, 0.58353 * _MS)),
-}
-
-
-def published_costs(nodes: int) -> SecopaCosts:
-    """The costs in HiPress' repository: TernGrad with 2 bits on V100s, links of about 38 Gbit/s, 4, 8 or 16 nodes.
-
-    Decoding is evaluated there at the size of the payload, with a slope that was probably fitted to raw elements.
-
-    Raises:
-        ValueError: there are no costs for this number of nodes.
-    """
-    if nodes not in _SENDING:
-        raise ValueError(f"published_costs: nodes must be one of {', '.join(map(str, _SENDING))}, got {nodes!r}")
-    encode, decode = Primitive(0.058938 * _MS, 1.4133e-8 * _MS), Primitive(0.13956 * _MS, 6.2041e-9 * _MS)
-    hop = Primitive(0.20337 * _MS, 8.5005e-7 * _MS)
-    return SecopaCosts(nodes, encode, decode, *_SENDING[nodes], hop, 1 / 16)

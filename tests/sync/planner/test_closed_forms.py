@@ -11,13 +11,12 @@ import itertools
 import pytest
 
 from gckernels.sync.planner.published.closed_forms import (
+    ClosedForm,
     RingLink,
-    crossover,
+    gathered,
     power_sgd,
     reduced,
-    sign_sgd,
     sync_sgd,
-    top_k,
 )
 
 BACKWARD_S, NBYTES = 0.122, 97e6  # ResNet-50, batch 64, one V100
@@ -30,10 +29,10 @@ def compressed(method, link, backward_s=BACKWARD_S, nbytes=NBYTES):
     """A method of the paper; encoding takes longer in proportion to the size of the model."""
     codec_s = CODEC_S[method] * nbytes / NBYTES
     if method in RATIO:
-        return power_sgd(backward_s, codec_s, nbytes, RATIO[method], link)
-    if method in KEPT:
-        return top_k(backward_s, codec_s, nbytes, KEPT[method], link)
-    return sign_sgd(backward_s, codec_s, nbytes, link)
+        return power_sgd(backward_s, codec_s, nbytes / RATIO[method], link)
+    if method in KEPT:  # values and indices of the same size, one after the other
+        return ClosedForm(backward_s, codec_s, 2 * link.allgather_s(nbytes * KEPT[method]))
+    return gathered(backward_s, codec_s, nbytes / 32, link)
 
 
 @pytest.mark.parametrize(
@@ -53,27 +52,19 @@ def test_64_ranks_take_what_the_formulas_say(method, milliseconds):
 
 
 def test_power_sgd_pays_below_9_gbit():
-    def plain(bandwidth):
-        return sync_sgd(BACKWARD_S, NBYTES, RingLink(64, bandwidth))
+    def pays(bandwidth):
+        link = RingLink(64, bandwidth)
+        return compressed("r4", link).step_s < sync_sgd(BACKWARD_S, NBYTES, link).step_s
 
-    def factors(bandwidth):
-        return compressed("r4", RingLink(64, bandwidth))
-
-    found = crossover(plain, factors, 1e9, 1e11)
-    assert found is not None and round(found / 1e9, 1) == 9.0
-    assert factors(found / 2).step_s < plain(found / 2).step_s
-    assert plain(found * 2).step_s < factors(found * 2).step_s
-    assert crossover(plain, factors, found * 1.1, 1e11) is None
+    assert [pays(gbit * 1e9) for gbit in (4.5, 8.95, 9.05, 18)] == [True, True, False, False]
 
 
 def test_latency_counts_once_for_each_other_rank():
     slow, fast = RingLink(9, 1e9, latency_s=1e-3), RingLink(9, 1e9)
     assert slow.allreduce_s(1000) - fast.allreduce_s(1000) == pytest.approx(8e-3)
     assert slow.allgather_s(1000) - fast.allgather_s(1000) == pytest.approx(8e-3)
-    for form, collectives in ((power_sgd, 2), (top_k, 2)):
-        assert form(0.1, 0.0, 1e6, 2.0, slow).step_s - form(0.1, 0.0, 1e6, 2.0, fast).step_s == pytest.approx(
-            collectives * 8e-3
-        )
+    for method in ("r4", "top 1%"):  # two collectives
+        assert compressed(method, slow).step_s - compressed(method, fast).step_s == pytest.approx(2 * 8e-3)
 
 
 def test_one_rank_sends_nothing():

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from gckernels.sync.planner.published.secopa_costs import Exchange, SecopaDecision, decide, published_costs
+from gckernels.sync.planner.published.secopa_costs import (
+    Exchange,
+    Primitive,
+    SecopaCosts,
+    SecopaDecision,
+    decide,
+)
 
 NODES = (4, 8, 16)
 SERVER, RING = Exchange.SERVER, Exchange.RING
@@ -15,6 +21,15 @@ SERVER, RING = Exchange.SERVER, Exchange.RING
 ENCODE, DECODE, HOP = (1.4133e-8, 5.8938e-2, 0.05408), (6.2041e-9, 1.3956e-1, 0.07287), (8.5005e-7, 2.0337e-1, 0.09766)
 GATHER = {4: (2.7156e-6, 0.4193, 0.15573), 8: (6.1167e-6, 0.80768, 0.28778), 16: (1.2937e-5, 1.4406, 0.59503)}
 BROADCAST = {4: (2.7157e-6, 0.22156, 0.1482), 8: (6.1172e-6, 0.27285, 0.29666), 16: (1.2915e-5, 0.45538, 0.58353)}
+
+
+def published_costs(nodes):
+    """TernGrad with 2 bits on V100s, links of about 38 Gbit/s; in milliseconds.
+
+    Decoding is evaluated at the size of the payload, with a slope that was probably fitted to raw elements.
+    """
+    lines = (ENCODE, DECODE, GATHER[nodes], BROADCAST[nodes], HOP)
+    return SecopaCosts(nodes, *(Primitive(none, each, least) for each, none, least in lines), ratio=1 / 16)
 
 
 def cost(line, numel):
@@ -75,8 +90,3 @@ def test_servers_get_more_parts_for_larger_gradients():
 def test_a_ring_always_has_a_part_for_each_node(nodes):
     costs = published_costs(nodes)
     assert {decide(1 << power, costs, RING).parts for power in range(8, 28)} == {nodes}
-
-
-def test_other_numbers_of_nodes_were_not_published():
-    with pytest.raises(ValueError, match="nodes must be one of 4, 8, 16, got 5"):
-        published_costs(5)
