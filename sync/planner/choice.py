@@ -121,7 +121,7 @@ def policy_of(name: str) -> Policy:
     """The policy of a name.
 
     Args:
-        name: one of :data:`~.policies.POLICIES`, or ``"all:"`` and a compressor's spec, such as ``"all:EFSignSGD"``.
+        name: one of :data:`POLICIES`, or ``"all:"`` and a compressor's spec, such as ``"all:EFSignSGD"``.
 
     Raises:
         ProblemError: there is no such policy or compressor.

@@ -27,7 +27,7 @@ class Chain:
 
     Attributes:
         lanes: for each channel of the message the lanes of the stages.
-        before_s, after_s: ``[stages, n + 1]``, as in :class:`~.maxplus.Rows`.
+        before_s, after_s: ``[stages, n + 1]``, as in :class:`~.rows.Rows`.
         first_s: likewise.
         work_s: ``[n + 1, resources]``, the work of each resource over its capacity.
         flying_s: ``[stages, n + 1]``, half the seconds of stages that may overlap with one other on their lane.

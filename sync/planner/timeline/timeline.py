@@ -1,7 +1,7 @@
 """The predicted timeline of a training step: what runs when, and what is busy.
 
 :func:`timeline` submits the messages of a plan to virtual lanes, as the engine submits them to real ones, while
-backward computes gradients. Lanes give stages their order, shared resources their speed (:mod:`~.fluid`). Whatever is
+backward computes gradients. Lanes give stages their order, shared resources their speed (:mod:`~.simulator`). Whatever is
 compared, promised or printed comes from here.
 """
 

@@ -1,7 +1,7 @@
 """Virtual lanes, which note what is submitted to them instead of running it, and compute the times of all stages.
 
 Messages are submitted as to real lanes, by the same function. :meth:`VirtualLanes.run` then simulates everything at
-once (:mod:`~.fluid`), because a stage that shares a resource ends later if something else is submitted after it.
+once (:mod:`~.simulator`), because a stage that shares a resource ends later if something else is submitted after it.
 """
 
 from __future__ import annotations
