@@ -23,7 +23,7 @@ from ..drafts.drafts import MAX_CHANNELS, Option, cut
 from ..drafts.problem import Problem
 from ..machines.machine import Floats, MachineError, Shared
 from ..timeline.pricing import Ints, Units
-from .priced_chains import Chain, Lanes
+from .priced_chains import Chain, NumberedLanes
 from .rows import BACKWARD, FAR_S, NOWHERE, UNUSABLE_S, Gaps, Rows
 
 Item: TypeAlias = tuple[int, ...]
@@ -90,7 +90,7 @@ class RowMaker:
     """
 
     def __init__(self, problem: Problem, sharing: bool = True) -> None:
-        self._problem, self.lanes = problem, Lanes(problem.machine, sharing)
+        self._problem, self.lanes = problem, NumberedLanes(problem.machine, sharing)
         self._cuts: dict[tuple[_Family, int], list[tuple[object, Compressor, int]]] = {}  # by class of tensors
         self._known_messages: dict[tuple[_Family, Item], list[_Message]] = {}
         classes: dict[object, int] = {}

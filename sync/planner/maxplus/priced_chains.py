@@ -41,7 +41,7 @@ class Chain:
     flying_s: Floats
 
 
-class Lanes:
+class NumberedLanes:
     """The lanes of a machine by number, and chains of stages on them.
 
     Args:

@@ -1,8 +1,8 @@
 """The predicted timeline of a training step: what runs when, and what is busy.
 
 :func:`timeline` submits the messages of a plan to virtual lanes, as the engine submits them to real ones, while
-backward computes gradients. Lanes give stages their order, shared resources their speed (:mod:`~.simulator`). Whatever is
-compared, promised or printed comes from here.
+backward computes gradients. Lanes give stages their order, shared resources their speed (:mod:`~.simulator`). Whatever
+is compared, promised or printed comes from here.
 """
 
 from __future__ import annotations
