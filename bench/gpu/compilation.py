@@ -43,7 +43,7 @@ def distinct(launches: Iterable[Launch]) -> list[Launch]:
     first_launches: dict[tuple[str, ...], Launch] = {}
     for launch in launches:
         if 0 not in launch.grid:
-            key = (launch.kernel.__module__, launch.kernel.__name__, *map(str, specialize(launch, HOPPER)))
+            key = (launch.kernel.__module__, launch.name, *map(str, specialize(launch, HOPPER)))
             first_launches.setdefault((*key, str(launch.options)), launch)
     return list(first_launches.values())
 
@@ -100,7 +100,7 @@ def _compile(task: tuple[int, int]) -> dict[str, Any]:
         error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # the reason comes last
     specialization = " ".join(f"{name}={value}" for name, value in (kernel.signature | launch.constexprs).items())
     return {
-        "kernel": f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.kernel.__name__}",
+        "kernel": f"{launch.kernel.__module__.rpartition('.')[2]}.{launch.name}",
         "specialization": specialization[:300],
         "seconds": f"{time.monotonic() - started:.2f}",
         "error": error,

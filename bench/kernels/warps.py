@@ -104,7 +104,7 @@ def _row(where: tuple[str, str, str], launch: Launch, found: pipes.Pipes, chosen
     warps = resident_warps(launch.num_warps, compiled.registers, compiled.shared_nbytes)
     values: dict[str, Any] = {
         **dict(zip(("configuration", "call", "gradient"), where, strict=True)),
-        **{"kernel": launch.kernel.__name__, "num_warps": launch.num_warps, "chosen": "yes" if chosen else ""},
+        **{"kernel": launch.name, "num_warps": launch.num_warps, "chosen": "yes" if chosen else ""},
         "elements_per_thread": f"{compiled.tile_numel / (launch.num_warps * 32):g}",
         **{"registers": compiled.registers, "stack_nbytes": compiled.stack_nbytes, "resident_warps": warps},
         **{"loading_nbytes": warps * 32 * sum(loads), **pipe},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,3 +51,9 @@ def _text(value: Any) -> str:
         return repr(value)
     name = f"{function.__module__}.{function.__qualname__}"
     return f"{name}:{value.cache_key}" if hasattr(value, "cache_key") else name
+
+
+@functools.lru_cache(maxsize=4096, typed=True)  # every launch needs some; True is not 1
+def constants(**values: Any) -> Constants:
+    """:class:`Constants` with these values, made once."""
+    return Constants(**values)

@@ -279,7 +279,7 @@ def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: 
         # only kernels with a stack access local memory, and disassembling takes long
         sass = _tool("nvdisasm", "-c", file.name) if stack_nbytes else ""
     return Compiled(
-        kernel=launch.kernel.__name__,
+        kernel=launch.name,
         capability=capability,
         num_warps=launch.num_warps,
         registers=_resource(usage, "REG"),

@@ -169,6 +169,11 @@ def is_variation(call: str) -> bool:
     return call == "recode" or call.endswith(" many")
 
 
+def waits(launch: Launch) -> bool | None:
+    """Whether the barriers of a kernel wait for memory; ``None`` if its threads exchange nothing."""
+    return getattr(launch.constexprs.get("C"), "waits", launch.constexprs.get("WAITS"))
+
+
 def arguments(launch: Launch, tensor: torch.Tensor) -> list[str]:
     """Names of the kernel's arguments that are this tensor."""
     named = zip(launch.kernel.arg_names, launch.args, strict=False)
@@ -216,7 +221,7 @@ def kernels_of_all_steps(compressor: Codec) -> int:
     for seed in (0, 1, 2, 16, -1, 2**31, 2**32 + 1, -(2**63)):
         with record_launches() as recorded:
             compressor.triton.encode(Encoding(compressor, grad, None, payload, seed, 1000))
-        kernels |= {(launch.kernel.__name__, str(specialize(launch, TARGETS[0]))) for launch in recorded}
+        kernels |= {(launch.name, str(specialize(launch, TARGETS[0]))) for launch in recorded}
     return len(kernels) - len(recorded) + 1
 
 

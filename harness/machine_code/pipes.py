@@ -159,7 +159,7 @@ def matrix_nbytes(launch: Launch, numel: int) -> int:
         return 0
     element = launch.constexprs["DTYPE"].primitive_bitwidth // 8
     if launch.constexprs["HAS_RESIDUAL"]:
-        element = (element + 4) * (2 if launch.kernel.__name__ == "_reconstruct_kernel" else 1)
+        element = (element + 4) * (2 if launch.name == "_reconstruct_kernel" else 1)
     return numel * element
 
 
@@ -198,7 +198,7 @@ def table(configurations: Collection[str], dtypes: Collection[str] = tuple(DTYPE
     for spec in configurations:
         for dtype in dtypes:
             for call, launch in launches_of(spec, dtype):
-                key = spec, call, dtype, launch.kernel.__name__
+                key = spec, call, dtype, launch.name
                 launched[key] += 1
                 again = f" {launched[key]}" if launched[key] > 1 else ""
                 _work.append(((*key[:-1], key[-1] + again), launch))

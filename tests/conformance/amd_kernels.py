@@ -19,7 +19,7 @@ from gckernels.testing.configurations import CONFIGURATIONS
 from gckernels.toolkit.kernels import launch as launching
 from gckernels.toolkit.kernels.launch import Launch
 from harness.machine_code.aot import AMD, assemble_for_amd, specialize
-from harness.machine_code.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd
+from harness.machine_code.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd, waits
 
 # dtype, elements, chunks, sources; sparsifiers select in small chunks with a kernel of their own
 SHAPES = (torch.float32, 2**13, 4, 3), (torch.float32, 2**20, 4, 3)
@@ -42,11 +42,11 @@ def facts(number: int) -> dict[str, object]:
     spilled = re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)  # scalar registers are spilled into vector registers
     return {
         "spec": spec,
-        "kernel": launch.kernel.__name__,
+        "kernel": launch.name,
         "num_warps": launch.num_warps,
         "spilled": sum(map(int, spilled)),
         "counts": len(spilled),
-        "exchanges": bool(launch.constexprs.get("WAITS")),
+        "exchanges": bool(waits(launch)),
         "waits": assembly.count("#ASMSTART"),
         "waiting_barriers": sum(not _ACCESS.search(between) for between in _WAIT.findall(assembly)),
     }

@@ -23,9 +23,15 @@ import triton
 
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
 from gckernels.toolkit.kernels.launch import Launch
-from gckernels.toolkit.sparsifier.batch_kernels import BATCH_KERNELS
 from harness.machine_code.aot import lower_launch, specialize
-from harness.machine_code.launches import call_of_large, calls_of_many, calls_of_one, has_batches, launches_of_powersgd
+from harness.machine_code.launches import (
+    call_of_large,
+    calls_of_many,
+    calls_of_one,
+    has_batches,
+    launches_of_powersgd,
+    waits,
+)
 
 CAPABILITY = 90
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,11 +99,11 @@ def lower(number: int) -> str | None:
     wrong = None
     try:
         barriers = "barrier" in lower_launch(launch, CAPABILITY)  # in this IR only those of the kernel's text
-        if barriers and "WAITS" not in launch.constexprs:
-            wrong = "has barriers, but is launched without exchanges=True"
+        if barriers and waits(launch) is None:
+            wrong = "has barriers, but its constants do not say whether they wait"
     except Exception as error:
         wrong = f"{type(error).__name__}: {str(error).splitlines()[-1]}"
-    return wrong and f"{where}: {launch.kernel.__name__}: {wrong}"
+    return wrong and f"{where}: {launch.name}: {wrong}"
 
 
 _kernels: list[tuple[str, Launch]] = []  # lowered by forked processes, so it is global
@@ -109,10 +115,13 @@ def main() -> None:
     for where, launch in launches(quick):
         key = launch.kernel, str(specialize(launch, CAPABILITY)), str(launch.options_for("cuda"))
         different.setdefault(key, (where, launch))
-    named = [(where, launch.kernel.__name__, sorted(constants(launch))) for where, launch in different.values()]
+    named = [(where, launch.name, sorted(constants(launch))) for where, launch in different.values()]
     # if few, the last launch of every kernel, which for most of them has a residual or accumulates
-    lowered = {launch.kernel if quick else key: (where, launch) for key, (where, launch) in different.items()}
-    _kernels[:] = (each for each in lowered.values() if not quick or each[1].kernel not in BATCH_KERNELS)
+    lowered = {
+        (launch.kernel, launch.name) if quick else key: (where, launch) for key, (where, launch) in different.items()
+    }
+    shared = {launch.constexprs["A"].run for _, launch in lowered.values() if "A" in launch.constexprs}
+    _kernels[:] = (each for each in lowered.values() if not quick or each[1].kernel not in shared)
     with multiprocessing.get_context("fork").Pool() as pool:
         failures = [failure for failure in pool.imap_unordered(lower, range(len(_kernels)), 4) if failure]
     found = {

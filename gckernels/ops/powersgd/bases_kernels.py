@@ -22,7 +22,7 @@ import triton.language as tl
 from ...codec import SEED_MASK
 from ...toolkit.kernels import launch as launching
 from ...toolkit.kernels.exchange import exchange_barrier
-from ...toolkit.kernels.launch import launch, temporary
+from ...toolkit.kernels.launch import launch, temporary, waits
 from ...toolkit.kernels.launch_batch import bind_launcher
 from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.random import philox_tile
@@ -352,7 +352,7 @@ def orthogonalise(factors, seeds: Sequence[int] | None, added: torch.Tensor | No
         launch(_replace_kernel, (len(pieces),), *arguments, RANDOM=seeds is not None, **tiles)
     if exchanged:
         settings = limits | {"ROUNDS": ROUNDS, "BLOCK": block}
-        launch(_finish_kernel, (len(rows),), table, own, scratch, added, num_warps=8, exchanges=True, **settings)
+        launch(_finish_kernel, (len(rows),), table, own, scratch, added, WAITS=waits(), num_warps=8, **settings)
 
 
 def bind_orthogonalise(factors, seeds: Sequence[int] | None, added: torch.Tensor | None = None) -> Callable[[], None]:

@@ -68,13 +68,17 @@ class Launch:
         """Names of the positional arguments."""
         return self.kernel.arg_names[: len(self.args)]
 
+    @property
+    def name(self) -> str:
+        """The kernel's name. A shared launch is named after the kernel of one unit that it runs (``sharing.py``)."""
+        shared = self.constexprs.get("A")
+        return self.kernel.__name__ if shared is None else shared.name
+
     def adding(self, added: torch.Tensor | None) -> Launch:
         """The launch with what is added to its seed, if it has one; see :mod:`~gckernels.toolkit.kernels.seeds`."""
         if added is None or ADDED not in self.constexprs:
             return self
-        assert self.kernel.arg_names[len(self.args)] == ADDED
-        constexprs = {name: value for name, value in self.constexprs.items() if name != ADDED}
-        return replace(self, args=(*self.args, added), constexprs=constexprs)
+        return replace(self, constexprs=self.constexprs | {ADDED: added})
 
     def run(self) -> Any:
         """Run the launch, or record it (see :func:`record_launches`); returns the compiled kernel, if there is one."""
@@ -105,25 +109,23 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     maxnreg: int | None = None,
-    exchanges: bool = False,
     **constexprs: Any,
 ) -> None:
     """Run ``kernel`` with the arguments of :class:`Launch`; an empty grid runs nothing.
 
-    With ``exchanges``, threads of a program exchange values through global memory: the kernel's argument ``WAITS``, for
-    :func:`~gckernels.toolkit.kernels.exchange.exchange_barrier`, is what the backend needs. A kernel's arguments
-    ``place`` and ``added_ptr`` are None if they are not among ``args``: its programs are those of the grid
-    (:mod:`~gckernels.toolkit.kernels.places`), and nothing is added to its seed
+    A kernel's arguments ``place`` and ``added_ptr`` are None if they are not among ``args``: its programs are those of
+    the grid (:mod:`~gckernels.toolkit.kernels.places`), and nothing is added to its seed
     (:mod:`~gckernels.toolkit.kernels.seeds`).
     """
     left = kernel.arg_names[len(args) :]
-    constexprs |= _waits(exchanges) | {name: None for name in ("place", ADDED) if name in left}
+    constexprs |= {name: None for name in ("place", ADDED) if name in left}
     if 0 not in grid:
         Launch(kernel, grid, args, constexprs, num_warps, maxnreg).run()
 
 
-def _waits(exchanges: bool) -> dict[str, Any]:
-    return {"WAITS": BACKEND == "hip"} if exchanges else {}
+def waits() -> bool:
+    """Whether a barrier needs a wait for memory (:func:`~gckernels.toolkit.kernels.exchange.exchange_barrier`)."""
+    return BACKEND == "hip"
 
 
 def temporary(*shape: int, dtype: torch.dtype, device: torch.device, zeroed: bool = False) -> torch.Tensor:
@@ -197,9 +199,7 @@ def bind_launch(
     *args: Any,
     num_warps: int = 4,
     maxnreg: int | None = None,
-    exchanges: bool = False,
     **constexprs: Any,
 ) -> BoundLaunch:
     """A :class:`BoundLaunch` with the arguments of :func:`launch`."""
-    constexprs |= _waits(exchanges)
     return BoundLaunch(Launch(kernel, grid, args, constexprs, num_warps, maxnreg))

@@ -1,14 +1,9 @@
 """Launches that units share, made of the launches of every unit.
 
-Units that take the same kernels, with the same compile-time arguments, share them launch by launch. For that a kernel
-has a second one, which finds the unit of a program in a table, and the arguments of its launch::
-
-    @triton.jit
-    def _name_batch_kernel(units_ptr, table_ptr, memory_ptr, added_ptr, A: tl.constexpr, TILE: tl.constexpr):
-        place, arguments = load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A)
-        _name_kernel(*arguments, TILE, place)
-
-A seed among the arguments is the one of the step already: a kernel of one unit gets None as its ``added_ptr``.
+Units that take the same kernels, with the same compile-time arguments, share them launch by launch: in a shared launch,
+every program finds its unit in a table, and there the arguments of the unit's own launch. It calls the kernel of one
+unit with them, so that kernel has the arguments ``(..., C: tl.constexpr, place=None)``. A kernel with a ``seed`` has
+``added_ptr=None`` as its last argument: in a shared launch, the seed in the arguments is the one of the step already.
 
 The temporaries of all units of a launch exist at the same time. So there is a limit to them, and more units take more
 launches.
@@ -18,8 +13,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +24,7 @@ from ...batch import grouped
 from ...codec import Decoding, Encoding, Recoding, Work
 from ..constants import Constants
 from .batch import DTYPES, KernelBackend, Table, find_row
-from .launch import ADDED, BoundLaunch, Launch
+from .launch import BoundLaunch, Launch
 from .launch_batch import RecordedLaunches, Repeated, Temporaries
 from .seeds import seed_of
 
@@ -44,13 +39,7 @@ _LIMITS = ("lows_words", "scales_slots", "values_slots")
 
 
 class SharingBackend(KernelBackend):
-    """A back end whose units share the launches of ``encode``, ``decode`` and ``recode``, kernel by kernel.
-
-    Attributes:
-        batch_kernels: the kernel of many units for every kernel of one.
-    """
-
-    batch_kernels: ClassVar[Mapping[Any, Any]]
+    """A back end whose units share the launches of ``encode``, ``decode`` and ``recode``, kernel by kernel."""
 
     def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         return [self._repeated([self.record_encode(unit, scale) for unit in units], added)]
@@ -64,7 +53,7 @@ class SharingBackend(KernelBackend):
     def _repeated(self, units: Sequence[RecordedLaunches], added: torch.Tensor | None = None) -> Repeated:
         groups = grouped(units, lambda unit: tuple(_compiled(launch) for launch in unit.launches))
         parts = [part for group in groups for part in _parts(group)]
-        return Repeated([_SharedLaunches(part, self.batch_kernels, added) for part in parts])
+        return Repeated([_SharedLaunches(part, added) for part in parts])
 
 
 def _compiled(launch: Launch) -> tuple[Any, ...]:
@@ -95,32 +84,27 @@ def _parts(units: Sequence[RecordedLaunches]) -> Iterator[list[RecordedLaunches]
 class _SharedLaunches:
     """The launches that units share, with what is ``added`` to all seeds."""
 
-    def __init__(
-        self, units: Sequence[RecordedLaunches], batch_kernels: Mapping[Any, Any], added: torch.Tensor | None
-    ) -> None:
+    def __init__(self, units: Sequence[RecordedLaunches], added: torch.Tensor | None) -> None:
         self._added = added
         self._temporaries = Temporaries(each for unit in units for each in unit.temporaries)
         self.nbytes, self.device = self._temporaries.nbytes, units[0].device
         self._zeroed: torch.Tensor | None = None
-        self._launches = [
-            self._shared(launches, batch_kernels) for launches in zip(*(unit.launches for unit in units), strict=True)
-        ]
+        self._launches = [self._shared(launches) for launches in zip(*(unit.launches for unit in units), strict=True)]
 
-    def _shared(self, launches: Sequence[Launch], batch_kernels: Mapping[Any, Any]) -> tuple[BoundLaunch, Table]:
+    def _shared(self, launches: Sequence[Launch]) -> tuple[BoundLaunch, Table]:
         first = launches[0]
         columns = zip(*(launch.args for launch in launches), strict=True)
         fields = [self._field(name, column) for name, column in zip(first.names, columns, strict=True)]
         rows = [*zip(*(values for _, _, _, values in fields), strict=True)]
         table = Table([(launch.grid[0], math.prod(launch.grid[1:])) for launch in launches], rows, self.device)
         kinds, types, divisors = (tuple(each[index] for each in fields) for index in range(3))
-        constants = {name: value for name, value in first.constexprs.items() if name not in ("place", ADDED)}
-        arguments = Constants(count=len(kinds), kinds=kinds, types=types, divisors=divisors)
-        args = *table.args, torch.empty(0, dtype=torch.uint8, device=self.device), self._added
-        shared = Launch(
-            *(batch_kernels[first.kernel], table.grid, args, {"A": arguments} | constants),
-            num_warps=first.num_warps,
-            maxnreg=first.maxnreg,
+        name = first.kernel.__name__.replace("_kernel", "_batch_kernel")
+        arguments = Constants(
+            name=name, run=first.kernel, count=len(kinds), kinds=kinds, types=types, divisors=divisors
         )
+        args = *table.args, torch.empty(0, dtype=torch.uint8, device=self.device), self._added
+        constexprs = {"A": arguments, "C": first.constexprs["C"]}
+        shared = Launch(_shared_kernel, table.grid, args, constexprs, first.num_warps, first.maxnreg)
         return BoundLaunch(shared), table
 
     def _field(self, name: str, column: Sequence[Any]) -> tuple[str, Any, int, Sequence[int]]:
@@ -186,16 +170,17 @@ def _argument(field_ptr, memory_ptr, added_ptr, A: tl.constexpr, INDEX: tl.const
         return tl.multiple_of(tl.load(field_ptr), OF)
 
 
-@triton.jit
-def load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A: tl.constexpr):
-    """The place of a program (:mod:`~gckernels.toolkit.kernels.places`), and the arguments of its unit's launch.
+@triton.jit(repr=lambda specialization: specialization.constants["A"].name)
+def _shared_kernel(units_ptr, table_ptr, memory_ptr, added_ptr, A: tl.constexpr, C: tl.constexpr):
+    """Run the kernel of one unit, ``A.run``, with its constants ``C``, for the unit of this program.
 
     Args:
         units_ptr: int32, the unit of every program.
         table_ptr: int64, for every unit its first program, its programs per chunk and the arguments.
         memory_ptr: the memory for temporaries.
         added_ptr: int64, what is added to the seed, or None.
-        A: how many arguments there are, and the kind, type and divisor of each.
+        A: the kernel, the name of this one, how many arguments the kernel has, and the kind, type and divisor of each.
+        C: the kernel's other compile-time arguments.
     """
     COUNT: tl.constexpr = A.count
     row, chunk, program = find_row(units_ptr, table_ptr, 2 + COUNT)
@@ -203,4 +188,5 @@ def load_arguments(units_ptr, table_ptr, memory_ptr, added_ptr, A: tl.constexpr)
     for index in tl.static_range(COUNT):
         one = (_argument(row + 2 + index, memory_ptr, added_ptr, A, index),)
         arguments = arguments + one  # type: ignore[assignment]  # Triton's tuples may grow
-    return (program, tl.load(row + 1).to(tl.int32), chunk.to(tl.int64)), arguments
+    place = program, tl.load(row + 1).to(tl.int32), chunk.to(tl.int64)
+    A.run(*arguments, C, place)

@@ -23,7 +23,6 @@ from ..fields import require_in, require_ratio
 from ..kernels.sharing import SharingBackend
 from ..payload import PayloadLayout, status_ok
 from . import decode_kernels, encode_kernels
-from .batch_kernels import BATCH_KERNELS
 from .entries import SPAN, VALUE_BITS, EntryFormat, low_bits
 from .host import SparsifierHost, build
 from .keys import RATIO_PARTS, capacity, keys_of, ratio_parts
@@ -36,7 +35,6 @@ _PLAIN = Accumulation()
 class SparsifierTriton(SharingBackend):
     """Sparsifiers as kernels. Small units that are bound together share launches."""
 
-    batch_kernels = BATCH_KERNELS
     encode = staticmethod(encode_kernels.encode)
     decode = staticmethod(decode_kernels.decode)
 

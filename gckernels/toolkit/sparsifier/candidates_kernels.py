@@ -22,14 +22,14 @@ MAXNREG_WITH_VELOCITY = 96  # without a limit, ptxas takes as many and spills a 
 MAX_RUNS = 2048  # runs of tiles whose candidates are listed by one program each
 WORD = 32  # bits
 LISTED_WORDS = 256  # words whose candidates are listed at a time
-_WORD = tl.constexpr(WORD)
+_MAX_RUNS, _WORD, _LISTED_WORDS = tl.constexpr(MAX_RUNS), tl.constexpr(WORD), tl.constexpr(LISTED_WORDS)
 
 
 @triton.jit
-def is_missing(total, bounds_ptr, chunk, k, room, BY_SAMPLE: tl.constexpr, NARROWS: tl.constexpr):
+def is_missing(total, bounds_ptr, chunk, k, room, C: tl.constexpr):
     """Whether a chunk's candidates, ``total`` of them, are too few, or too many to be listed."""
     missing = total > room
-    if NARROWS and not BY_SAMPLE:  # fewer than k that are not zero are all sent
+    if C.digits > 0 and not C.by_sample:  # fewer than k that are not zero are all sent
         missing = missing | ((total < k) & (tl.load(bounds_ptr + chunk * 4) > 1))
     return missing
 
@@ -44,7 +44,7 @@ def _mark_kernel(
     bounds_ptr,  # int32 [chunks, 4]
     words_ptr,  # int32 [chunks, words_stride]: a bit for every element, one if it is a candidate
     counts_ptr,  # int32 [chunks, counts_stride]: candidates of every run, 0 at first
-    totals_ptr,  # int32 [chunks]: candidates, unless MARKS
+    totals_ptr,  # int32 [chunks]: candidates, unless C.marks
     words_stride,
     counts_stride,
     numel,
@@ -52,18 +52,14 @@ def _mark_kernel(
     tiles_per_run,
     k,
     room,
-    MARKS: tl.constexpr,  # set the bits
-    LEAVES: tl.constexpr,  # leave all but the candidates in the states
-    BY_SAMPLE: tl.constexpr,
-    NARROWS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
+    TILE: tl.constexpr = C.tile
     tile, _, chunk = place_of(place)
     tile = tile.to(tl.int64)
-    if not MARKS:  # noqa: SIM102  one condition is of compile time
-        if is_missing(tl.load(totals_ptr + chunk), bounds_ptr, chunk, k, room, BY_SAMPLE, NARROWS):
+    if not C.marks:  # noqa: SIM102  one condition is of compile time
+        if is_missing(tl.load(totals_ptr + chunk), bounds_ptr, chunk, k, room, C):
             return
     chunk_first = chunk * chunk_numel
     first = chunk_first + tile * TILE
@@ -74,15 +70,15 @@ def _mark_kernel(
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
     # inf and NaN are always candidates, as the states keep nothing of them
     lower = tl.minimum(tl.load(bounds_ptr + chunk * 4), INF_BITS).to(tl.float32, bitcast=True)
-    values, velocity, old, old_velocity = load_values(source, first, offsets, here, INPUTS, TILE)
+    values, velocity, old, old_velocity = load_values(source, first, offsets, here, C)
     reaches = ~(tl.abs(values) < lower)  # not behind the end, where values are 0
-    if MARKS:
+    if C.marks:  # set the bits
         words, number = ones_of(reaches, WORDS)
         tl.store(words_ptr + chunk * words_stride + tile * WORDS + rows, words)
         tl.atomic_add(counts_ptr + chunk * counts_stride + tile // tiles_per_run, number, sem="relaxed")
-    if LEAVES:
+    if C.leaves:  # leave all but the candidates in the states
         store_tile(residual_ptr + first, offsets, tl.where(reaches, old, values), here, TILE)
-        if INPUTS.velocity:
+        if C.has_velocity:
             store_tile(velocity_ptr + first, offsets, tl.where(reaches, old_velocity, velocity), here, TILE)
 
 
@@ -98,27 +94,24 @@ def _list_kernel(
     run_words,  # words of a run
     k,
     room,
-    BY_SAMPLE: tl.constexpr,
-    NARROWS: tl.constexpr,
-    MAX_RUNS: tl.constexpr,
-    WORDS: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
     run, num_runs, chunk = place_of(place)
     run = run.to(tl.int64)
-    runs = tl.arange(0, MAX_RUNS)
+    runs = tl.arange(0, _MAX_RUNS)
     counts = tl.load(counts_ptr + chunk * counts_stride + runs, mask=runs < num_runs, other=0)
     total = tl.sum(counts, 0)
     if run == 0:
         tl.store(totals_ptr + chunk, total)
-    if is_missing(total, bounds_ptr, chunk, k, room, BY_SAMPLE, NARROWS):
+    if is_missing(total, bounds_ptr, chunk, k, room, C):
         return
     place = chunk * room + tl.sum(tl.where(runs < run, counts, 0), 0)
     first = run * run_words
     last = tl.minimum(first + run_words, words_stride)
     words_ptr += chunk * words_stride
     while first < last:
-        slots = first + tl.arange(0, WORDS)
+        slots = first + tl.arange(0, _LISTED_WORDS)
         words = tl.load(words_ptr + slots, mask=slots < last, other=0)
         ones = num_ones(words)
         places = place + tl.cumsum(ones, 0) - ones
@@ -128,17 +121,17 @@ def _list_kernel(
             places += exists.to(tl.int64)
             words = words & (words - 1)
         place += tl.sum(ones, 0)
-        first += WORDS
+        first += _LISTED_WORDS
 
 
 @triton.jit
 def load_listed(
-    source, indices_ptr, listed_ptr, chunk, chunk_first, slots, mask, room, GATHER: tl.constexpr, INPUTS: tl.constexpr
+    source, indices_ptr, listed_ptr, chunk, chunk_first, slots, mask, room, GATHER: tl.constexpr, C: tl.constexpr
 ):
     """``v'`` of the candidates at places ``slots`` of the list; with ``GATHER`` it is read from the unit and listed."""
     if GATHER:
         indices = tl.load(indices_ptr + chunk * room + slots, mask=mask, other=0)
-        values, _, _, _ = gather_values(source, chunk_first + indices, mask, INPUTS)
+        values, _, _, _ = gather_values(source, chunk_first + indices, mask, C)
         tl.store(listed_ptr + chunk * room + slots, values, mask=mask)
     else:
         values = tl.load(listed_ptr + chunk * room + slots, mask=mask, other=0.0)
@@ -146,12 +139,10 @@ def load_listed(
 
 
 @triton.jit
-def load_marked(
-    source, words_ptr, first, tile_first, offsets, here, LEFT: tl.constexpr, INPUTS: tl.constexpr, TILE: tl.constexpr
-):
-    """The same as ``load_values``, of a tile; with ``LEFT`` all but the candidates have been left in the states."""
-    values, velocity, old, old_velocity = load_values(source, first, offsets, here, INPUTS, TILE)
-    if LEFT:
+def load_marked(source, words_ptr, first, tile_first, offsets, here, C: tl.constexpr):
+    """The same as ``load_values``, of a tile; if ``C.left``, all but the candidates have been left in the states."""
+    values, velocity, old, old_velocity = load_values(source, first, offsets, here, C)
+    if C.left:
         places = tile_first + offsets
         words = tl.load(words_ptr + places // _WORD, mask=offsets < here, other=0)
         marked = ((words >> (places % _WORD).to(tl.int32)) & 1) > 0

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from ...codec import Decoding
+from ..constants import constants
 from ..kernels.exchange import exchange_barrier
-from ..kernels.launch import launch, temporary
+from ..kernels.launch import launch, temporary, waits
 from ..kernels.places import place_of
 from ..linear import dequantize_codes
 from ..numeric import bf16_value
-from ..payload import STATUS_OK
+from ..payload import HEADER_NBYTES, STATUS_OK
 from ..tiles import chunk_step, load_tile, remaining, store_tile
 from .entries import BLOCK, SPAN
 from .entries_kernels import find_starts
@@ -25,6 +26,8 @@ TILE, MAXNREG = SPAN, 128
 PIECE = 1024  # elements of a tile that are written at a time
 MIN_STEP, MAX_STEP = 32, 512  # bits of a string that are read at a time
 MAX_RUN = 4  # by a thread
+_BLOCK, _TILE, _PIECE = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(PIECE)
+_STATUS, _HIGHS_OFFSET = tl.constexpr(STATUS_OK), tl.constexpr(HEADER_NBYTES)  # the string is the first field
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 
 
@@ -56,9 +59,7 @@ def _load_lows(lows_ptr, lows_bit, entries, mask, LOW: tl.constexpr):
 
 
 @triton.jit
-def _load_values(
-    values_ptr, values_bit, scales_ptr, scales_entry, entries, mask, BITS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _load_values(values_ptr, values_bit, scales_ptr, scales_entry, entries, mask, BITS: tl.constexpr):
     """The values of ``entries``, fp32."""
     if BITS == 32:
         return tl.load(values_ptr.to(tl.pointer_type(tl.float32)) + entries, mask=mask, other=0.0)
@@ -66,7 +67,7 @@ def _load_values(
         bits = tl.load(values_ptr.to(tl.pointer_type(tl.int16)) + entries, mask=mask, other=0)
         return bf16_value(bits.to(tl.int32) & 0xFFFF)
     else:
-        scales = tl.load(scales_ptr + (scales_entry + entries).to(tl.uint32) // BLOCK, mask=mask, other=0.0)
+        scales = tl.load(scales_ptr + (scales_entry + entries).to(tl.uint32) // _BLOCK, mask=mask, other=0.0)
         bits = (values_bit + entries * BITS).to(tl.uint32)
         packed = tl.load(values_ptr + bits // 8, mask=mask, other=0).to(tl.uint32)
         return dequantize_codes((packed >> (bits % 8)).to(tl.int32) & (2**BITS - 1), scales, BITS)
@@ -96,7 +97,6 @@ def _load_entry(
     scales_entry,
     LOW: tl.constexpr,
     BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Load the entries of bits of a string.
 
@@ -108,7 +108,7 @@ def _load_entry(
     """
     is_entry = (one > 0) & (entry < room)
     low = _load_lows(lows_ptr, lows_bit, entry, is_entry, LOW)
-    value = _load_values(values_ptr, values_bit, scales_ptr, scales_entry, entry, is_entry, BITS, BLOCK)
+    value = _load_values(values_ptr, values_bit, scales_ptr, scales_entry, entry, is_entry, BITS)
     index = tl.where(is_entry, ((bit - entry) << LOW) | low, 0)
     descends = is_entry & (one_before > 0) & (low <= low_before)
     return is_entry, index, low, value, descends | ((one > 0) & ~is_entry)
@@ -133,45 +133,39 @@ def _decode_kernel(
     scales_offset,
     values_offset,
     scale,
-    STATUS: tl.constexpr,
-    HIGHS_OFFSET: tl.constexpr,
-    LOW: tl.constexpr,
-    BITS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    WAITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    RUN: tl.constexpr,  # bits that a thread reads at a time: 1, 2 or 4
-    PIECE: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
+    LOW: tl.constexpr = C.low
+    BITS: tl.constexpr = C.bits
+    STEP: tl.constexpr = C.step
+    RUN: tl.constexpr = C.run  # bits that a thread reads at a time: 1, 2 or 4
     program, programs, _chunk = place_of(place)
-    GROUPS: tl.constexpr = TILE >> LOW
-    offsets, lanes = tl.arange(0, TILE), tl.arange(0, STEP // RUN)
-    scratch_ptr += program.to(tl.int64) * TILE
+    GROUPS: tl.constexpr = _TILE >> LOW
+    offsets, lanes = tl.arange(0, _TILE), tl.arange(0, STEP // RUN)
+    scratch_ptr += program.to(tl.int64) * _TILE
     for item in range(program, num_items, programs):
         chunk = (item // tiles).to(tl.int64)
         tile = (item % tiles).to(tl.int64)
         source_ptr = payload_ptr + chunk * chunk_stride
         tile_starts_ptr = starts_ptr + chunk * (tiles + 1) + tile
-        tl.store(scratch_ptr + offsets, tl.zeros((TILE,), tl.float32))
-        exchange_barrier(WAITS)
+        tl.store(scratch_ptr + offsets, tl.zeros((_TILE,), tl.float32))
+        exchange_barrier(C.waits)
         wrong = tl.zeros((STEP // RUN,), tl.int32)
         for _ in range(num_sources):
-            wrong |= (tl.load(source_ptr.to(tl.pointer_type(tl.int32))) != STATUS).to(tl.int32)
+            wrong |= (tl.load(source_ptr.to(tl.pointer_type(tl.int32))) != _STATUS).to(tl.int32)
             begin = tl.load(tile_starts_ptr)
             length = tl.load(tile_starts_ptr + 1) - begin
-            wrong |= (length > TILE + GROUPS).to(tl.int32)  # more entries than elements
-            length = tl.where(length > TILE + GROUPS, 0, length).to(tl.int32)
+            wrong |= (length > _TILE + GROUPS).to(tl.int32)  # more entries than elements
+            length = tl.where(length > _TILE + GROUPS, 0, length).to(tl.int32)
             first = begin - tile * GROUPS  # entry
-            room = tl.minimum(k - first, TILE).to(tl.int32)
+            room = tl.minimum(k - first, _TILE).to(tl.int32)
             int32_ptr = source_ptr.to(tl.pointer_type(tl.int32))
-            highs_ptr, highs_bit = _place_of(int32_ptr + HIGHS_OFFSET // 4, begin, 1, 32)
+            highs_ptr, highs_bit = _place_of(int32_ptr + _HIGHS_OFFSET // 4, begin, 1, 32)
             lows_ptr, lows_bit = _place_of(int32_ptr + lows_offset // 4, first, LOW, 32)
             values_ptr, values_bit = _place_of(source_ptr + values_offset, first, BITS, 8)
             float_ptr = source_ptr.to(tl.pointer_type(tl.float32))
-            scales_ptr, scales_entry = _place_of(float_ptr + scales_offset // 4, first, 1, BLOCK)
+            scales_ptr, scales_entry = _place_of(float_ptr + scales_offset // 4, first, 1, _BLOCK)
             # a thread reads the run of neighbouring bits that begins at a multiple of RUN; the tile's string may begin
             # in the first one
             lead = highs_bit % RUN
@@ -197,7 +191,7 @@ def _decode_kernel(
                     one = (run >> each) & 1
                     is_entry, index, low, value, is_wrong = _load_entry(
                         one, before, low, entry, bit + each, room, lows_ptr, lows_bit, values_ptr, values_bit,
-                        scales_ptr, scales_entry, LOW, BITS, BLOCK
+                        scales_ptr, scales_entry, LOW, BITS
                     )  # fmt: skip
                     # Triton's tuples may grow
                     found, indices, values = found + (is_entry,), indices + (index,), values + (value,)  # type: ignore[assignment]
@@ -212,20 +206,20 @@ def _decode_kernel(
                 done += STEP
                 if done < lead + length:
                     entries += tl.sum(ones, 0)
-            exchange_barrier(WAITS)
+            exchange_barrier(C.waits)
             source_ptr += source_stride
             tile_starts_ptr += chunks * (tiles + 1).to(tl.int64)
         factor = tl.where(tl.max(wrong, 0) > 0, float("nan"), scale)
         chunk_first = chunk * chunk_numel
-        here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile * TILE, TILE)
-        for piece in tl.static_range(0, TILE, PIECE):
-            target_ptr = out_ptr + chunk_first + tile * TILE + piece
-            count = tl.minimum(tl.maximum(here - piece, 0), PIECE)
-            total = tl.load(scratch_ptr + piece + tl.arange(0, PIECE)) * factor
-            if ACCUMULATE:
-                total += load_tile(target_ptr, tl.arange(0, PIECE), count, PIECE)
-            store_tile(target_ptr, tl.arange(0, PIECE), total, count, PIECE)
-        exchange_barrier(WAITS)  # the scratch is read before the next tile clears it
+        here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile * _TILE, _TILE)
+        for piece in tl.static_range(0, _TILE, _PIECE):
+            target_ptr = out_ptr + chunk_first + tile * _TILE + piece
+            count = tl.minimum(tl.maximum(here - piece, 0), _PIECE)
+            total = tl.load(scratch_ptr + piece + tl.arange(0, _PIECE)) * factor
+            if C.accumulate:
+                total += load_tile(target_ptr, tl.arange(0, _PIECE), count, _PIECE)
+            store_tile(target_ptr, tl.arange(0, _PIECE), total, count, _PIECE)
+        exchange_barrier(C.waits)  # the scratch is read before the next tile clears it
 
 
 def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
@@ -248,17 +242,7 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
         *(payloads, starts, out, scratch, out.numel(), chunk_step(size, chunks), tiles, chunks * tiles),
         *(sources, payloads.stride(0), payloads.stride(1), chunks, compressor.capacity(size)),
         *(offsets["lows"], offsets.get("scales", 0), offsets["values"], scale),
-        STATUS=STATUS_OK,
-        HIGHS_OFFSET=offsets["highs"],
-        LOW=entries.low,
-        BITS=entries.value_bits,
-        ACCUMULATE=accumulate,
-        BLOCK=BLOCK,
-        STEP=step,
-        RUN=run,
-        PIECE=PIECE,
-        TILE=TILE,
+        C=constants(low=entries.low, bits=entries.value_bits, accumulate=accumulate, step=step, run=run, waits=waits()),
         num_warps=step // (32 * run),
         maxnreg=MAXNREG,
-        exchanges=True,
     )

@@ -7,22 +7,25 @@ the string: one kernel counts them in every segment of the string, another write
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from .. import bitpack
+from ..constants import constants
 from ..kernels.launch import launch, temporary
 from ..kernels.places import place_of
 from ..linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ..numeric import bf16_bits, bf16_value, is_finite
+from ..payload import HEADER_NBYTES
 from ..tiles import chunk_step
 from .entries import BLOCK, SPAN
 
 ROWS, NUM_WARPS = 16, 4  # blocks that a program writes
 SEGMENT = 256  # words
+_BLOCK, _LOG2_BLOCK, _ROWS = tl.constexpr(BLOCK), tl.constexpr(BLOCK.bit_length() - 1), tl.constexpr(ROWS)
+_HIGHS_OFFSET = tl.constexpr(HEADER_NBYTES)  # the string is the first field
+_SEGMENT = tl.constexpr(SEGMENT)
 _COUNTS = tl.constexpr(1024)  # segments whose counts are added up at a time
 
 
@@ -43,16 +46,16 @@ def _packed_lows(indices_ptr, count, words, LOW: tl.constexpr):
 
 
 @triton.jit
-def _quantize(values, sizes, BITS: tl.constexpr, LOG2_BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _quantize(values, sizes, BITS: tl.constexpr):
     """``(scales [ROWS], NaN if not finite; codes [ROWS, BLOCK])`` of rows with ``sizes`` values each."""
     if BITS == 2:
-        total = pairwise_sum(tl.abs(values), ROWS, LOG2_BLOCK)
+        total = pairwise_sum(tl.abs(values), _ROWS, _LOG2_BLOCK)
         scales = zero_below_normal(tl.div_rn(total, tl.maximum(sizes, 1).to(tl.float32)))
     else:
         largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
         scales = absmax_scale(largest.to(tl.float32, bitcast=True), BITS)
     finite = is_finite(scales)
-    exists = tl.arange(0, 2**LOG2_BLOCK)[None, :] < sizes[:, None]
+    exists = tl.arange(0, _BLOCK)[None, :] < sizes[:, None]
     codes = tl.where(finite[:, None] & exists, quantize_codes(values, scales[:, None], BITS), 0)
     return tl.where(finite, scales, float("nan")), codes
 
@@ -75,42 +78,36 @@ def _write_kernel(
     scales_slots,
     values_offset,
     values_slots,
-    HIGHS_OFFSET: tl.constexpr,
-    LOW: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_VELOCITY: tl.constexpr,
-    LOWS_PAD: tl.constexpr,
-    LOG2_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
-    BLOCK: tl.constexpr = 2**LOG2_BLOCK
+    LOW: tl.constexpr = C.low
+    BITS: tl.constexpr = C.bits
     program, _, chunk = place_of(place)
     program = program.to(tl.int64)
-    first = program * (ROWS * BLOCK)
-    count = tl.minimum(tl.load(bounds_ptr + chunk * 4 + 3) - first, ROWS * BLOCK).to(tl.int32)  # from `first` on
+    first = program * (_ROWS * _BLOCK)
+    count = tl.minimum(tl.load(bounds_ptr + chunk * 4 + 3) - first, _ROWS * _BLOCK).to(tl.int32)  # from `first` on
     indices_ptr += chunk * k + first
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    entries = rows[:, None] * BLOCK + columns[None, :]
+    rows, columns = tl.arange(0, _ROWS), tl.arange(0, _BLOCK)
+    entries = rows[:, None] * _BLOCK + columns[None, :]
     exists = entries < count
     indices = tl.load(indices_ptr + entries, mask=exists, other=0)
     values = tl.load(values_ptr + chunk * k + first + entries, mask=exists, other=0.0)
     payload_ptr += chunk * payload_stride
 
-    highs_ptr = (payload_ptr + HIGHS_OFFSET).to(tl.pointer_type(tl.int32)) + first // 32
+    highs_ptr = (payload_ptr + _HIGHS_OFFSET).to(tl.pointer_type(tl.int32)) + first // 32
     places = entries + (indices.to(tl.int64) if LOW == 0 else indices >> LOW)  # behind the place of `first`
     ones = tl.full(indices.shape, 1, tl.int32) << (places & 31).to(tl.int32)
     tl.atomic_or(highs_ptr + (places >> 5), ones, mask=exists, sem="relaxed")
     if LOW > 0:
-        WORDS: tl.constexpr = ROWS * BLOCK // 32 * LOW
-        words = tl.arange(0, LOWS_PAD)
+        WORDS: tl.constexpr = _ROWS * _BLOCK // 32 * LOW
+        words = tl.arange(0, C.lows_pad)
         lows_ptr = (payload_ptr + lows_offset).to(tl.pointer_type(tl.int32)) + program * WORDS
         inside = words < tl.minimum(lows_words - program * WORDS, WORDS).to(tl.int32)
         tl.store(lows_ptr + words, _packed_lows(indices_ptr, count, words, LOW), mask=inside)
 
     if BITS >= 16:
-        slots, inside = first + entries, entries < tl.minimum(values_slots - first, ROWS * BLOCK).to(tl.int32)
+        slots, inside = first + entries, entries < tl.minimum(values_slots - first, _ROWS * _BLOCK).to(tl.int32)
         if BITS == 32:
             bits = tl.where(values != values, 0x7FC00000, values.to(tl.int32, bitcast=True))
             to_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int32))
@@ -122,20 +119,20 @@ def _write_kernel(
             tl.store(to_ptr + slots, bits.to(tl.int16), mask=inside)
             decoded = bf16_value(bits)
     else:
-        sizes = tl.minimum(tl.maximum(count - rows * BLOCK, 0), BLOCK)
-        scales, codes = _quantize(values, sizes, BITS, LOG2_BLOCK, ROWS)
-        scales_ptr = (payload_ptr + scales_offset).to(tl.pointer_type(tl.float32)) + program * ROWS
-        tl.store(scales_ptr + rows, scales, mask=program * ROWS + rows < scales_slots)
-        slots, _ = bitpack.packed_slots(rows, ROWS, BLOCK, BITS)
-        slots += program * (ROWS * BLOCK * BITS // 8)
-        packed = bitpack.pack_bits(codes, ROWS, BLOCK, BITS)
+        sizes = tl.minimum(tl.maximum(count - rows * _BLOCK, 0), _BLOCK)
+        scales, codes = _quantize(values, sizes, BITS)
+        scales_ptr = (payload_ptr + scales_offset).to(tl.pointer_type(tl.float32)) + program * _ROWS
+        tl.store(scales_ptr + rows, scales, mask=program * _ROWS + rows < scales_slots)
+        slots, _ = bitpack.packed_slots(rows, _ROWS, _BLOCK, BITS)
+        slots += program * (_ROWS * _BLOCK * BITS // 8)
+        packed = bitpack.pack_bits(codes, _ROWS, _BLOCK, BITS)
         tl.store(payload_ptr + values_offset + slots, packed, mask=slots < values_slots)
         decoded = dequantize_codes(codes, scales[:, None], BITS)
-    if HAS_RESIDUAL and BITS < 32:
+    if C.has_residual and BITS < 32:
         left = values - decoded
         kept = exists & is_finite(left)
         tl.store(residual_ptr + chunk * chunk_numel + indices, left, mask=kept)
-        if HAS_VELOCITY:
+        if C.has_velocity:
             velocity = tl.load(velocities_ptr + chunk * k + first + entries, mask=kept, other=0.0)
             velocity = tl.where(decoded == 0.0, velocity, 0.0)
             tl.store(velocity_ptr + chunk * chunk_numel + indices, velocity, mask=kept)
@@ -164,14 +161,13 @@ def write(compressor, indices, values, velocities, bounds, states, payload, size
         *(indices, values, velocities, bounds, *(states or (values, values)), payload),
         *(chunk_step(size, chunks), payload.stride(0), k, lows_offset, lows_nbytes // 4),
         *(*places.get("scales", (0, 0)), *places["values"]),
-        HIGHS_OFFSET=layout["highs"].offset,
-        LOW=entries.low,
-        BITS=entries.value_bits,
-        HAS_RESIDUAL=states is not None,
-        HAS_VELOCITY=velocities is not values,
-        LOWS_PAD=triton.next_power_of_2(ROWS * BLOCK // 32 * max(entries.low, 1)),
-        LOG2_BLOCK=BLOCK.bit_length() - 1,
-        ROWS=ROWS,
+        C=constants(
+            low=entries.low,
+            bits=entries.value_bits,
+            has_residual=states is not None,
+            has_velocity=velocities is not values,
+            lows_pad=triton.next_power_of_2(ROWS * BLOCK // 32 * max(entries.low, 1)),
+        ),
         num_warps=NUM_WARPS,
     )
 
@@ -180,9 +176,9 @@ def write(compressor, indices, values, velocities, bounds, states, payload, size
 
 
 @triton.jit
-def _load_segment(payload_ptr, source, chunk, source_stride, chunk_stride, words, num_words, OFFSET: tl.constexpr):
+def _load_segment(payload_ptr, source, chunk, source_stride, chunk_stride, words, num_words):
     """The ``words`` of a string. Behind its end they are all ones, so that counting zeros passes over them."""
-    highs_ptr = payload_ptr + source * source_stride + chunk * chunk_stride + OFFSET
+    highs_ptr = payload_ptr + source * source_stride + chunk * chunk_stride + _HIGHS_OFFSET
     return tl.load(highs_ptr.to(tl.pointer_type(tl.int32)) + words, mask=words < num_words, other=-1)
 
 
@@ -197,32 +193,25 @@ def _count_zeros_kernel(
     segments,
     num_words,
     tiles,
-    HIGHS_OFFSET: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
     program, _, _ = place_of(place)
     segment = (program % segments).to(tl.int64)
     string = (program // segments).to(tl.int64)
-    offsets = tl.arange(0, SEGMENT)
+    offsets = tl.arange(0, _SEGMENT)
+    places = segment * _SEGMENT + offsets
     words = _load_segment(
-        payload_ptr,
-        string // chunks,
-        string % chunks,
-        source_stride,
-        chunk_stride,
-        segment * SEGMENT + offsets,
-        num_words,
-        HIGHS_OFFSET,
+        payload_ptr, string // chunks, string % chunks, source_stride, chunk_stride, places, num_words
     )
     tl.store(counts_ptr + program, tl.sum(32 - bitpack.num_ones(words), 0))
     starts_ptr += string * (tiles + 1)
-    end = tl.full((SEGMENT,), 32, tl.int64) * num_words
-    tile = segment * SEGMENT
+    end = tl.full((_SEGMENT,), 32, tl.int64) * num_words
+    tile = segment * _SEGMENT
     while tile <= tiles:
         slots = tile + offsets
         tl.store(starts_ptr + slots, tl.where(slots == 0, 0, end), mask=slots <= tiles)
-        tile += segments * SEGMENT
+        tile += segments * _SEGMENT
 
 
 @triton.jit(do_not_specialize=["chunks", "segments", "num_words", "tiles"])
@@ -236,9 +225,7 @@ def _find_starts_kernel(
     segments,
     num_words,
     tiles,
-    HIGHS_OFFSET: tl.constexpr,
-    LOG2_GROUPS: tl.constexpr,  # logarithm of the number of groups in a tile
-    SEGMENT: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
     program, _, _ = place_of(place)
@@ -250,10 +237,11 @@ def _find_starts_kernel(
         slots = counted + tl.arange(0, _COUNTS)
         before += tl.sum(tl.load(counts_ptr + string * segments + slots, mask=slots < segment, other=0), 0)
         counted += _COUNTS
-    places = segment * SEGMENT + tl.arange(0, SEGMENT)
+    places = segment * _SEGMENT + tl.arange(0, _SEGMENT)
     words = _load_segment(
-        payload_ptr, string // chunks, string % chunks, source_stride, chunk_stride, places, num_words, HIGHS_OFFSET
+        payload_ptr, string // chunks, string % chunks, source_stride, chunk_stride, places, num_words
     )
+    LOG2_GROUPS: tl.constexpr = C.log2_groups  # logarithm of the number of groups in a tile
     GROUPS: tl.constexpr = 2**LOG2_GROUPS
     starts_ptr += string * (tiles + 1)
     zeros = 32 - bitpack.num_ones(words)
@@ -278,9 +266,8 @@ def find_starts(compressor, payloads: torch.Tensor, size: int, tiles: int) -> to
     counts = temporary(sources, chunks, segments, dtype=torch.int32, device=payloads.device)
     starts = temporary(sources, chunks, tiles + 1, dtype=torch.int64, device=payloads.device)
     arguments = payloads, counts, starts, payloads.stride(0), payloads.stride(1), chunks, segments, highs.count, tiles
-    common: dict[str, Any] = {"HIGHS_OFFSET": highs.offset, "SEGMENT": SEGMENT, "num_warps": NUM_WARPS}
     grid = (sources * chunks * segments,)
-    launch(_count_zeros_kernel, grid, *arguments, **common)
-    log2_groups = SPAN.bit_length() - 1 - compressor.entries.low
-    launch(_find_starts_kernel, grid, *arguments, LOG2_GROUPS=log2_groups, **common)
+    of_tiles = constants(log2_groups=SPAN.bit_length() - 1 - compressor.entries.low)
+    launch(_count_zeros_kernel, grid, *arguments, C=of_tiles, num_warps=NUM_WARPS)
+    launch(_find_starts_kernel, grid, *arguments, C=of_tiles, num_warps=NUM_WARPS)
     return starts

@@ -44,13 +44,11 @@ def _digit_kernel(
     chunk_numel,
     k,
     room,
-    DIGIT: tl.constexpr,
-    BY_SAMPLE: tl.constexpr,
-    LEFT: tl.constexpr,
-    INPUTS: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
+    TILE: tl.constexpr = C.tile
+    DIGIT: tl.constexpr = C.digit
     program, programs, chunk = place_of(place)
     chunk_first = chunk * chunk_numel
     digits_ptr += chunk * (_DIGITS * _BINS)
@@ -60,20 +58,20 @@ def _digit_kernel(
     totals = tl.zeros((_BINS,), tl.int32)
     tile = program.to(tl.int64)
     total = tl.load(totals_ptr + chunk)
-    if is_missing(total, bounds_ptr, chunk, k, room, BY_SAMPLE, True):
+    if is_missing(total, bounds_ptr, chunk, k, room, C):
         limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
         while tile * TILE < limit:
             here = remaining(limit, tile * TILE, TILE)
             first = chunk_first + tile * TILE
             marks_ptr = words_ptr + chunk * words_stride
-            values, _, _, _ = load_marked(source, marks_ptr, first, tile * TILE, offsets, here, LEFT, INPUTS, TILE)
+            values, _, _, _ = load_marked(source, marks_ptr, first, tile * TILE, offsets, here, C)
             totals += count_digits(keys_of(values), offsets < here, prefix, DIGIT)
             tile += programs
     else:
         while tile * TILE < total:
             slots = tile * TILE + offsets
             values = load_listed(
-                source, indices_ptr, listed_ptr, chunk, chunk_first, slots, slots < total, room, DIGIT == 0, INPUTS
+                source, indices_ptr, listed_ptr, chunk, chunk_first, slots, slots < total, room, DIGIT == 0, C
             )
             totals += count_digits(keys_of(values), slots < total, prefix, DIGIT)
             tile += programs
@@ -81,14 +79,14 @@ def _digit_kernel(
 
 
 @triton.jit
-def bounds_of(bounds_ptr, digits_ptr, chunk, k, DIGITS: tl.constexpr, BY_SAMPLE: tl.constexpr):
+def bounds_of(bounds_ptr, digits_ptr, chunk, k, C: tl.constexpr):
     """``(lower, upper)`` of a chunk: elements above ``upper`` are sent first, then those from ``lower`` on."""
     lower = tl.load(bounds_ptr + chunk * 4)
     upper = tl.full((), _MAX_FINITE_KEY, tl.int32)
-    if DIGITS > 0:
-        prefix = prefix_of(digits_ptr + chunk * (_DIGITS * _BINS), k.to(tl.int32), DIGITS)
-        first = tl.where(BY_SAMPLE, lower, 1)  # another first bound may be too high
-        if DIGITS == 2:  # only their leading 11 bits bound the keys
+    if C.digits > 0:
+        prefix = prefix_of(digits_ptr + chunk * (_DIGITS * _BINS), k.to(tl.int32), C.digits)
+        first = tl.where(C.by_sample, lower, 1)  # another first bound may be too high
+        if C.digits == 2:  # only their leading 11 bits bound the keys
             prefix = leading(prefix << _FIRST_TWO)
             lower = tl.maximum(prefix, first)
             upper = prefix + (LEADING_SIZE - 1)
@@ -134,28 +132,25 @@ def _count_kernel(
     chunk_numel,
     k,
     room,
-    DIGITS: tl.constexpr,
-    BY_SAMPLE: tl.constexpr,
-    LEFT: tl.constexpr,
-    INPUTS: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
+    TILE: tl.constexpr = C.tile
     program, programs, chunk = place_of(place)
     chunk_first = chunk * chunk_numel
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
-    lower, upper = bounds_of(bounds_ptr, digits_ptr, chunk, k, DIGITS, BY_SAMPLE)
+    lower, upper = bounds_of(bounds_ptr, digits_ptr, chunk, k, C)
     offsets = tl.arange(0, TILE)
     of_above, of_between = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     total = tl.load(totals_ptr + chunk)
-    if is_missing(total, bounds_ptr, chunk, k, room, BY_SAMPLE, DIGITS > 0):
+    if is_missing(total, bounds_ptr, chunk, k, room, C):
         limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
         tile, last = share_of(limit, program, programs, TILE)
         while tile < last:
             here = remaining(limit, tile * TILE, TILE)
             first = chunk_first + tile * TILE
             marks_ptr = words_ptr + chunk * words_stride
-            values, _, _, _ = load_marked(source, marks_ptr, first, tile * TILE, offsets, here, LEFT, INPUTS, TILE)
+            values, _, _, _ = load_marked(source, marks_ptr, first, tile * TILE, offsets, here, C)
             _, _, both = of_both(keys_of(values), lower, upper)
             number = tl.sum(both, 0)
             of_above += number & 0xFFFF
@@ -166,7 +161,7 @@ def _count_kernel(
         while tile < last:
             slots = tile * TILE + offsets
             values = load_listed(
-                source, indices_ptr, listed_ptr, chunk, chunk_first, slots, slots < total, room, DIGITS == 0, INPUTS
+                source, indices_ptr, listed_ptr, chunk, chunk_first, slots, slots < total, room, C.digits == 0, C
             )
             _, _, both = of_both(keys_of(values), lower, upper)
             number = tl.sum(both, 0)

@@ -135,19 +135,17 @@ def _sample_kernel(
     numel,
     chunk_numel,
     seed: tl.int64,
-    added_ptr,
-    BY_SAMPLE: tl.constexpr,
-    INPUTS: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
     place=None,
+    added_ptr=None,
 ):
     program, _, chunk = place_of(place)
     chunk_first = chunk * chunk_numel
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk_first), 0)
-    slots = program.to(tl.int64) * TILE + tl.arange(0, TILE)
-    places, exists = sample_places(seed_of(seed, added_ptr), chunk_first, limit, slots, BY_SAMPLE)
+    slots = program.to(tl.int64) * C.tile + tl.arange(0, C.tile)
+    places, exists = sample_places(seed_of(seed, added_ptr), chunk_first, limit, slots, C.by_sample)
     source = grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum
-    values, _, _, _ = gather_values(source, places, exists, INPUTS)
+    values, _, _, _ = gather_values(source, places, exists, C)
     tl.store(samples_ptr + chunk * samples_stride + slots, values, mask=exists)
 
 
@@ -159,23 +157,23 @@ def _sample_digit_kernel(
     numel,
     chunk_numel,
     k,
-    DIGIT: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
+    TILE: tl.constexpr = C.tile
     program, programs, chunk = place_of(place)
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk * chunk_numel), 0)
     size, _ = sample_size(limit, True)
     counts_ptr += chunk * (_DIGITS * _BINS)
-    prefix = prefix_of(counts_ptr, sample_rank(limit, k, True), DIGIT)
+    prefix = prefix_of(counts_ptr, sample_rank(limit, k, True), C.digit)
     totals = tl.zeros((_BINS,), tl.int32)
     tile = program.to(tl.int64)
     while tile * TILE < size:
         slots = tile * TILE + tl.arange(0, TILE)
         values = tl.load(samples_ptr + chunk * samples_stride + slots, mask=slots < size, other=0.0)
-        totals += count_digits(keys_of(values), slots < size, prefix, DIGIT)
+        totals += count_digits(keys_of(values), slots < size, prefix, C.digit)
         tile += programs
-    tl.atomic_add(counts_ptr + DIGIT * _BINS + tl.arange(0, _BINS), totals, mask=totals > 0, sem="relaxed")
+    tl.atomic_add(counts_ptr + C.digit * _BINS + tl.arange(0, _BINS), totals, mask=totals > 0, sem="relaxed")
 
 
 @triton.jit
@@ -190,8 +188,8 @@ def _clear(counts_ptr, count, ZEROS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["runs", "samples_stride", "k", "lowest"])
 def _bound_kernel(
-    samples_ptr,  # fp32 [chunks, samples_stride], if there are SAMPLES
-    sample_counts_ptr,  # int32 [chunks, 4, 256], if there are DIGITS
+    samples_ptr,  # fp32 [chunks, samples_stride], if there are samples
+    sample_counts_ptr,  # int32 [chunks, 4, 256], if they are counted
     bounds_ptr,  # int32 [chunks, 4]: lower, upper, and room for two numbers more
     runs_ptr,  # int32 [chunks, runs], which become 0
     runs,
@@ -201,24 +199,21 @@ def _bound_kernel(
     chunk_numel,
     k,
     lowest,  # the bound, if there are neither samples nor digits
-    BY_SAMPLE: tl.constexpr,
-    DIGITS: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    LEADING: tl.constexpr,  # bound the leading bits
+    C: tl.constexpr,
     place=None,
 ):
     _, _, chunk = place_of(place)
     limit = tl.maximum(tl.minimum(chunk_numel, numel - chunk * chunk_numel), 0)
     lower = lowest.to(tl.int32)
-    if DIGITS > 0:
-        lower = prefix_of(sample_counts_ptr + chunk * (_DIGITS * _BINS), sample_rank(limit, k, BY_SAMPLE), DIGITS)
-    if SAMPLES > 0:
-        size, _ = sample_size(limit, BY_SAMPLE)
-        slots = tl.arange(0, SAMPLES)
+    if C.counted:
+        lower = prefix_of(sample_counts_ptr + chunk * (_DIGITS * _BINS), sample_rank(limit, k, C.by_sample), _DIGITS)
+    if C.samples > 0:
+        size, _ = sample_size(limit, C.by_sample)
+        slots = tl.arange(0, C.samples)
         values = tl.load(samples_ptr + chunk * samples_stride + slots, mask=slots < size, other=0.0)
         keys = tl.where(slots < size, keys_of(values), -1)
-        lower = kth_largest(keys, sample_rank(limit, k, BY_SAMPLE), size.to(tl.int32))
-    if LEADING:
+        lower = kth_largest(keys, sample_rank(limit, k, C.by_sample), size.to(tl.int32))
+    if C.digits == 2:
         lower = leading(lower)
     tl.store(bounds_ptr + chunk * 4, tl.maximum(lower, 1))  # zeros are not sent
     tl.store(bounds_ptr + chunk * 4 + 1, _MAX_FINITE_KEY)

@@ -22,6 +22,7 @@ is 1, and inf and NaN stay where they are.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..constants import constants
 from ..kernels.launch import launch, temporary
 from ..kernels.places import place_of
 from ..numeric import to_fp32
@@ -36,6 +38,7 @@ from ..tiles import load_tile, remaining
 
 _TILE, _NUM_WARPS = 2048, 8
 _MAX_SUMS = 512  # the kernels' partial sums of squares
+_SUMS = tl.constexpr(_MAX_SUMS)
 
 
 @dataclass(frozen=True)
@@ -88,61 +91,51 @@ class Accumulation:
 # -------------------------------------------------------------------- kernels
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs that there are beside the gradient, and how they are combined: a compile-time argument of kernels."""
-
-    residual: bool
-    velocity: bool
-    nesterov: bool
-    clipped: bool
-
-
 @triton.jit
-def _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS: tl.constexpr):
+def _accumulate(gradient, kept, velocity, factor_ptr, momentum, C: tl.constexpr):
     """``(v', u')`` of fp32 tiles; the gradient itself without a residual."""
     values = gradient
-    if INPUTS.clipped:
+    if C.clipped:
         gradient = gradient * tl.load(factor_ptr)
-    if INPUTS.velocity:
-        if INPUTS.nesterov:
+    if C.has_velocity:
+        if C.nesterov:
             velocity = (velocity + gradient) * momentum
             values = kept + velocity + gradient
         else:
             velocity = velocity * momentum + gradient
             values = kept + velocity
-    elif INPUTS.residual:
+    elif C.has_residual:
         values = kept + gradient
     return values, velocity
 
 
 @triton.jit
-def load_values(source, first, offsets, here, INPUTS: tl.constexpr, TILE: tl.constexpr):
+def load_values(source, first, offsets, here, C: tl.constexpr):
     """``(v', u', v, u)`` of a tile of ``source``, see :func:`kernel_source`; the gradient in place of missing ones."""
     grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum = source
-    gradient = load_tile(grad_ptr + first, offsets, here, TILE)
+    gradient = load_tile(grad_ptr + first, offsets, here, C.tile)
     kept = gradient
     velocity = gradient
-    if INPUTS.residual:
-        kept = load_tile(residual_ptr + first, offsets, here, TILE)
-    if INPUTS.velocity:
-        velocity = load_tile(velocity_ptr + first, offsets, here, TILE)
-    values, new_velocity = _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS)
+    if C.has_residual:
+        kept = load_tile(residual_ptr + first, offsets, here, C.tile)
+    if C.has_velocity:
+        velocity = load_tile(velocity_ptr + first, offsets, here, C.tile)
+    values, new_velocity = _accumulate(gradient, kept, velocity, factor_ptr, momentum, C)
     return values, new_velocity, kept, velocity
 
 
 @triton.jit
-def gather_values(source, places, mask, INPUTS: tl.constexpr):
+def gather_values(source, places, mask, C: tl.constexpr):
     """The same as :func:`load_values`, of the elements at ``places``, and zeros where the mask is not set."""
     grad_ptr, residual_ptr, velocity_ptr, factor_ptr, momentum = source
     gradient = to_fp32(tl.load(grad_ptr + places, mask=mask, other=0.0))
     kept = gradient
     velocity = gradient
-    if INPUTS.residual:
+    if C.has_residual:
         kept = tl.load(residual_ptr + places, mask=mask, other=0.0)
-    if INPUTS.velocity:
+    if C.has_velocity:
         velocity = tl.load(velocity_ptr + places, mask=mask, other=0.0)
-    values, new_velocity = _accumulate(gradient, kept, velocity, factor_ptr, momentum, INPUTS)
+    values, new_velocity = _accumulate(gradient, kept, velocity, factor_ptr, momentum, C)
     return values, new_velocity, kept, velocity
 
 
@@ -151,9 +144,10 @@ def _squares_kernel(
     grad_ptr,
     sums_ptr,  # fp64 [programs]
     numel,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
     place=None,
 ):
+    TILE: tl.constexpr = C.tile
     program, programs, _ = place_of(place)
     offsets = tl.arange(0, TILE)
     sums = tl.zeros((TILE,), tl.float64)
@@ -170,32 +164,32 @@ def _factor_kernel(
     sums_ptr,  # fp64 [count]
     factor_ptr,  # fp32 [1]
     count,
-    MAX_NORM: tl.constexpr,
-    MAX_SUMS: tl.constexpr,
+    C: tl.constexpr,
+    place=None,
 ):
-    offsets = tl.arange(0, MAX_SUMS)
+    offsets = tl.arange(0, _SUMS)
     norm = tl.sqrt(tl.sum(tl.load(sums_ptr + offsets, mask=offsets < count, other=0.0), 0))
-    limit = tl.full((), MAX_NORM, tl.float64)
+    limit = tl.full((), C.max_norm_bits, tl.int64).to(tl.float64, bitcast=True)
     clips = (norm > limit) & (norm < float("inf"))
     factor = tl.where(clips, limit / tl.where(clips, norm, 1.0), 1.0)
     tl.store(factor_ptr, factor.to(tl.float32))
 
 
-def kernel_source(accumulation: Accumulation, grad, residual) -> tuple[tuple[Any, ...], Inputs]:
+def kernel_source(accumulation: Accumulation, grad, residual) -> tuple[tuple[Any, ...], dict[str, bool]]:
     """The first arguments of kernels that select: gradient, residual, velocity, factor of the gradient, momentum; and
-    which of them there are."""
+    which of them there are, as compile-time constants."""
     kept = velocity = factor = grad  # an argument that is not read must still be a tensor
     if residual is not None:
         velocity, kept = residual[: grad.numel()], residual[residual.numel() - grad.numel() :]
         if accumulation.max_norm is not None:
             factor = launch_factor(grad, accumulation.max_norm)
-    inputs = Inputs(
-        residual=residual is not None,
-        velocity=residual is not None and accumulation.states > 1,
-        nesterov=accumulation.nesterov,
-        clipped=factor is not grad,
-    )
-    return (grad, kept, velocity, factor, accumulation.momentum), inputs
+    present = {
+        "has_residual": residual is not None,
+        "has_velocity": residual is not None and accumulation.states > 1,
+        "nesterov": accumulation.nesterov,
+        "clipped": factor is not grad,
+    }
+    return (grad, kept, velocity, factor, accumulation.momentum), present
 
 
 def launch_factor(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -203,6 +197,7 @@ def launch_factor(grad: torch.Tensor, max_norm: float) -> torch.Tensor:
     count = max(1, min(triton.cdiv(grad.numel(), _TILE), _MAX_SUMS))
     sums = temporary(count, dtype=torch.float64, device=grad.device)
     factor = temporary(1, dtype=torch.float32, device=grad.device)
-    launch(_squares_kernel, (count,), grad, sums, grad.numel(), TILE=_TILE, num_warps=_NUM_WARPS)
-    launch(_factor_kernel, (1,), sums, factor, count, MAX_NORM=max_norm, MAX_SUMS=_MAX_SUMS)
+    launch(_squares_kernel, (count,), grad, sums, grad.numel(), C=constants(tile=_TILE), num_warps=_NUM_WARPS)
+    (bits,) = struct.unpack("q", struct.pack("d", max_norm))  # constants are rounded to fp32, except for integers
+    launch(_factor_kernel, (1,), sums, factor, count, C=constants(max_norm_bits=bits))
     return factor
