@@ -23,7 +23,7 @@ from .tracing import ModelTracing, trace_model
 from .tuning.auto import Auto
 
 if TYPE_CHECKING:
-    from .profiling.request import profile
+    from .profiling.measure import profile
 
 __all__ = [
     "Attachment",
@@ -53,5 +53,5 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import what measures machines when it is asked for, so that attaching does not wait for it."""
     if name == "profile":
-        return importlib.import_module(".profiling.request", __name__).profile
+        return importlib.import_module(".profiling.measure", __name__).profile
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from ..planner.machines.files import profile_to_json
 from ..planner.machines.machine import MachineError, has_prices
 from ..planner.machines.profile import Profile
 from ..plans.numbers import duration, percent, three_digits
-from ..profiling import request
+from ..profiling import measure
 from ..programs.steps import AllGather, AllReduce, Level, Place
 from .common.console import Console
 from .common.files import add_outputs
@@ -74,7 +74,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
 
     try:
         topology = _topology(given.machines, dist.get_world_size())
-        profile = request.profile(given.seconds, methods, topology=topology, progress=progress)
+        profile = measure.profile(given.seconds, methods, topology=topology, progress=progress)
     except (TypeError, ValueError) as error:
         raise wrong_use(error, "gckernels profile --help lists the arguments") from None
     finally:

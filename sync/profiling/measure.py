@@ -1,12 +1,13 @@
-"""The measurement of a profile: its parts, the most informative ones first."""
+"""The measurement of a profile: the function that users call checks what it is given, and measures."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,24 +15,79 @@ import torch.distributed as dist
 import gckernels
 from gckernels.compressor import Compressor
 
-from ..communication.collectives import exchange_text
+from ..accuracy.accuracy import candidates_by_default
+from ..communication.agreement import agreed
+from ..communication.collectives import device_of_group, exchange_text
 from ..communication.cores import Cores, running_s
-from ..communication.ranks import Budget, Clock, Ranks, TimedRanks
+from ..communication.ranks import Ranks
 from ..planner.machines.files import profile_from_json, profile_to_json
 from ..planner.machines.machine import Shared
 from ..planner.machines.profile import Profile, Stamp
-from ..programs.steps import AllGather, AllReduce, AllToAll, Place
+from ..plans.arguments import as_method, as_topology
 from ..programs.topology import Topology
 from ..resources.memory_spaces import Places
-from .measurements.collective_trains import doubt_slow
-from .measurements.collectives import BY_USE, connect, levels_of
-from .measurements.memory import Arena, far_nbytes, rank_nbytes
+from .measurements.collectives import connect
+from .measurements.memory import rank_nbytes
 from .measurements.session import MeasurementExtent, Session
-from .parts import BETWEEN, BOTH_ENDS, Parts
+from .parts import Parts
 
-_FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
-_USUAL = 8
-"""Compressors that are measured between collectives. More of them come when nothing else is left but adding."""
+USUAL_COMPRESSORS = (
+    "Identity",
+    "Cast16",
+    "BlockQuant",
+    "BlockQuant(bits=4)",
+    "EFSignSGD",
+    "PowerSGD",
+    "ChunkTopK",
+    "TopK",
+    "BlockFP8",
+    "LinearQuant",
+)
+"""The first compressors of a profile that names none, in the order of their measurement. All others follow."""
+
+
+def profile(
+    seconds: float = 60.0,
+    compressors: Iterable[Compressor | str] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    topology: Topology | tuple[int, int] | None = None,
+    progress: Callable[[float, str], object] = lambda share, name: None,
+) -> Profile:
+    """A measured profile of these ranks, the same on all of them. Every rank calls this with the same arguments.
+
+    The most informative parts come first. When the seconds are spent, the rest is left out, and ``left_out`` says what.
+    Nothing else should run meanwhile.
+
+    Args:
+        seconds: the time that the measurement may take, from 1 up. It may end a little later.
+        compressors: compressors such as ``EFSignSGD()``, or their specs such as ``"BlockQuant(bits=4)"``; by default
+            all, the usual ones first. ``Identity`` is measured in any case, because vectors are sent exactly.
+        process_group: the ranks; by default all.
+        topology: the machines and the devices of each, or a pair ``(machines, devices)``. By default every rank counts
+            as a machine, as in plans.
+        progress: called on every rank with the share of the time that is spent and the name of the part that begins.
+
+    Returns:
+        The profile, a machine for the planner. Measurements that disagree with themselves are in ``refused``.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised, or the ranks have different arguments.
+        TypeError, ValueError: an argument is wrong, or there is only one rank.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("profile: torch.distributed is not initialised; call init_process_group first")
+    group = process_group or dist.distributed_c10d._get_default_group()
+    device = device_of_group(group)
+
+    def check() -> tuple[tuple[list[Compressor], Topology], Sequence[str]]:
+        methods = _methods(compressors)
+        chosen = _topology(topology, dist.get_world_size(group))
+        if not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 1:
+            raise ValueError(f"profile: seconds must be a number from 1 up, got {seconds!r}")
+        return (methods, chosen), [f"{seconds} s, {chosen}", *map(str, methods)]
+
+    methods, chosen = agreed("profile", group, device, check)
+    return measure_profile(group, device, chosen, methods, seconds, MeasurementExtent.of(seconds), progress)
 
 
 def measure_profile(
@@ -40,9 +96,9 @@ def measure_profile(
     topology: Topology,
     compressors: Sequence[Compressor],
     seconds: float,
-    extent: MeasurementExtent | None = None,
-    progress: Callable[[float, str], object] = lambda share, name: None,
-    clock: Clock = time.monotonic,
+    extent: MeasurementExtent,
+    progress: Callable[[float, str], object],
+    now: Callable[[], float] = time.monotonic,
 ) -> Profile:
     """A new profile, the same on all ranks. Collective.
 
@@ -51,42 +107,34 @@ def measure_profile(
         device: the device of the gradients.
         topology: topology of the ranks.
         compressors: the compressors to measure, before they are fitted to a shape.
-        seconds: the budget.
-        extent: how much is measured; by default as much as the budget suggests.
-        progress: called with the share of the budget that is spent, and the name of the part that begins.
-        clock: returns seconds.
+        seconds, progress: as for :func:`profile`.
+        extent: how much is measured.
+        now: returns the seconds of a clock.
     """
-    untimed = Ranks(group, device)
-    budget = Budget(seconds, untimed, clock)
-    ranks = TimedRanks(group, device, lambda: budget.is_over)
-    cores = Cores.of(group, device)
-    session = Session(
-        ranks,
-        budget,
-        Places.of(device),
-        topology,
-        extent or MeasurementExtent.of(seconds),
-        progress,
-        lambda: running_s() * cores.slowdown,
-    )
+    cores, ranks = Cores.of(group, device), Ranks(group, device)
     hosts = tuple(exchange_text(group, device, platform.node()))
-    memory_nbytes = -untimed.slowest([-rank_nbytes(device, hosts.count(platform.node()))])[0]  # the least
+    memory_nbytes = -ranks.slowest([-rank_nbytes(device, hosts.count(platform.node()))])[0]  # the least
+    session = Session(
+        ranks, seconds, Places.of(device), topology, extent, progress, lambda: running_s() * cores.slowdown, now
+    )
     communicators = connect(session)
     found = Parts(session, communicators, cores.least)
     try:
-        _measure(found, compressors)
+        found.measure(compressors)
     finally:
         communicators.close()
     stamp = Stamp(
         hosts=hosts,
-        device=device_name(device),
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads",
         backend=dist.get_backend(group),
         torch=torch.__version__,
         gckernels=gckernels.__version__,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        seconds=round(budget.spent_s, 1),
+        seconds=round(session.spent_s, 1),
     )
-    profile = Profile(
+    made = Profile(
         name=f"{topology.machines} x {topology.devices} ranks on {hosts[0]}, {stamp.backend}",
         topology=topology,
         computes_on=Shared.DEVICE if session.places.apart else Shared.CORES,
@@ -97,61 +145,26 @@ def measure_profile(
         copies=tuple(found.copies),
         sharing=found.sharing,
         taken=found.taken,
-        left_out=tuple(session.left_out),
+        left_out=tuple(dict.fromkeys(session.left_out)),
         stamp=stamp,
         memory_nbytes=memory_nbytes,
     )
-    return _of_first(ranks, profile)
+    return profile_from_json(json.loads(ranks.first_text(json.dumps(profile_to_json(made)))))  # the profile of rank 0
 
 
-def device_name(device: torch.device) -> str:
-    """The name of a device, for people and for finding profiles."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+def _methods(given: Iterable[Compressor | str] | None) -> list[Compressor]:
+    """The compressors to measure, each once, ``Identity`` first because every plan needs it."""
+    if isinstance(given, str | Compressor):
+        given = [given]
+    chosen = (*USUAL_COMPRESSORS, *candidates_by_default()) if given is None else given
+    methods = [as_method("profile: compressors", each) for each in chosen]
+    return list(dict.fromkeys([gckernels.Identity(), *methods]))
 
 
-def _of_first(ranks: Ranks, profile: Profile) -> Profile:
-    """The profile of rank 0, whose clock has decided what to leave out."""
-    return profile_from_json(json.loads(ranks.first_text(json.dumps(profile_to_json(profile)))))
-
-
-def _measure(parts: Parts, compressors: Sequence[Compressor]) -> None:
-    """Measure everything in the order of its use, as long as the budget allows.
-
-    Prices that most plans need are measured twice, with other measurements in between. The slow-down of backward comes
-    after all prices that every plan needs: without it, plans are predicted to be too fast by a part of what they hide,
-    but without the price of a compressor its plans are compared by chance. Adding comes last: few plans add, and
-    without its price those of decoding and encoding say much the same.
-    """
-    session = parts.session
-    extent, levels = session.extent, levels_of(session.topology)
-    parts.measure_overheads()
-    parts.measure_collectives([kind(levels[0]) for kind in _FIRST])  # most plans
-    most = max(extent.elements + tuple(elements for _, elements in extent.many))
-    arena = Arena(session.places.device, most, far_nbytes(session.places.device, extent.far_caches))
-    parts.measure_copies(arena)  # short, and every plan needs their price
-    usual, more = compressors[:_USUAL], compressors[_USUAL:]
-    half = -(-len(usual) // 2)
-    parts.measure_codecs(arena, usual[:half], BOTH_ENDS)
-    parts.measure_collectives([kind(levels[0]) for kind in _SECOND])
-    parts.measure_codecs(arena, usual[half:], BOTH_ENDS)
-    parts.measure_again()
-    parts.measure_beside_collectives()
-    parts.measure_beside_codecs(arena)
-    parts.measure_sharing(levels[:1])
-    parts.measure_collectives([kind(level) for level in levels[1:] for kind in _FIRST + _SECOND])
-    parts.measure_sharing(levels[1:])
-    parts.measure_again()
-    parts.measure_collectives([kind(level) for kind in BY_USE if kind not in _FIRST + _SECOND for level in levels])
-    recoding, adding = BETWEEN
-    parts.measure_codecs(arena, usual, recoding)
-    if session.places.apart:
-        parts.measure_collectives([kind(level) for kind in BY_USE for level in levels], Place.HOST)
-        on_host_arena = Arena(session.places.host, most, far_nbytes(session.places.host, extent.far_caches))
-        for works in (BOTH_ENDS, *BETWEEN):
-            parts.measure_codecs(on_host_arena, usual, works, Place.HOST)
-    doubt_slow(parts.trains)
-    parts.measure_again()
-    session.left_out += [f"{each} at another moment: no time" for each in parts.trains if each.moments == 1]
-    for method in more:
-        parts.measure_whole_codec(arena, method)
-    parts.measure_codecs(arena, usual, adding)
+def _topology(given: Topology | tuple[int, int] | None, world_size: int) -> Topology:
+    chosen = as_topology("profile", given) or Topology(world_size)
+    if world_size < 2:
+        raise ValueError("profile: one rank has nobody to communicate with; start at least two, with torchrun")
+    if chosen.world_size != world_size:
+        raise ValueError(f"profile: topology is for {chosen.world_size} ranks, here are {world_size}")
+    return chosen

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gckernels.codec import Codec
@@ -16,20 +15,19 @@ from ...messages.lowrank import LowRankMessage
 from ...messages.message import Unit
 from ...messages.seeds import Seeds
 from ...planner.machines.curves import CodecModel
-from ...planner.machines.profile import WARNED_ERROR
 from ...plans.plan import UnitPlan
 from ...programs.named import default_program
 from ...programs.stages import StageKind
 from ...programs.steps import Place
 from ...resources.feedback import Feedback
 from ...resources.memory_spaces import Places
-from .fits import LaunchSample, coefficients_of, excess
+from .fits import LaunchSample, coefficients_of
 from .launches import ALIGN, Case, Work, bound
 from .memory import Arena
 from .session import Session
 from .stopwatch import Stopwatch
 
-_TIMES_AGAIN = 2  # a launch that takes longer than others suggest is measured again at most
+_MOMENTS = 2  # at each of which all launches are measured
 
 
 def works_of(method: Compressor) -> tuple[StageKind, ...]:
@@ -64,21 +62,8 @@ def measure_codecs(
     """The models of some works of a method. Collective. The slowest rank counts."""
     method.compile_host(recodes=True)
     if isinstance(method, Codec):
-        return [measure_work(session, arena, method, work, place) for work in works]
-    return _measure_low_rank(session, arena, method, place)
-
-
-def measure_work(session: Session, arena: Arena, method: Codec, work: StageKind, place: Place) -> CodecModel:
-    """The model of one work of a compressor. Collective."""
-    cases = cases_of(session, work)
-
-    def measure(case: Case) -> list[Timed]:
-        starts = arena.starts(case.units * case.numel * case.sources, case.sets * session.extent.rounds)
-        calls = [bound(arena, method, work, case, start) for start in starts]
-        return timed(session, arena, [calls], case.sets)
-
-    (model,) = _models(session, cases, measure, method, (work,), place)
-    return model
+        return [model for work in works for model in _models(session, arena, method, (work,), place)]
+    return _models(session, arena, method, (StageKind.PROJECT, StageKind.RECONSTRUCT), place)
 
 
 Timed = tuple[float, float]
@@ -86,63 +71,55 @@ Timed = tuple[float, float]
 
 
 def _models(
-    session: Session,
-    cases: Sequence[Case],
-    measure: Callable[[Case], list[Timed]],
-    method: Compressor,
-    works: Sequence[StageKind],
-    place: Place,
+    session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], place: Place
 ) -> list[CodecModel]:
-    """The models of works that are measured together. Collective.
+    """The models of works that are measured together; none if there is no launch for the method. Collective.
 
-    Launches that take longer than the model says are measured again, and the shorter time counts: other processes can
-    only make it longer.
-
-    Args:
-        session: the measurement.
-        cases: the launches.
-        measure: measures a launch; returns the times of every work.
-        method: the method.
-        works: its works.
-        place: where they are computed.
+    All launches are measured at two moments, and the shorter time counts: other processes can only make it longer.
     """
-    found = []
-    for case in cases:
-        begun_s = session.budget.spent_s
-        found.append((measure(case), session.budget.spent_s - begun_s))
-    for turn in itertools.count():
-        times = [each for each, _ in found]
-        columns = list(zip(*times, strict=True))
-        models = [_model(method, work, place, cases, each) for work, each in zip(works, columns, strict=True)]
-        if turn == _TIMES_AGAIN:
-            break
-        doubtful = session.ranks.first(float(_doubtful(models, cases, columns)))  # floats differ between processors
-        again = [index for index in range(len(cases)) if int(doubtful) >> index & 1]
-        if not again or not session.budget.allows(sum(found[index][1] for index in again)):
-            break
-        for index in again:
-            measured, took_s = found[index]
-            found[index] = (list(map(min, measured, measure(cases[index]))), took_s)
-    return models
+    cases = [case for case in cases_of(session, works[0]) if _takes(method, case)]
+    if not cases:
+        return []
+    moments = [[_times(session, arena, method, works, case) for case in cases] for _ in range(_MOMENTS)]
+    least = [list(map(min, *times)) for times in zip(*moments, strict=True)]
+    columns = zip(*least, strict=True)
+    return [_model(method, work, place, cases, column) for work, column in zip(works, columns, strict=True)]
 
 
-def _doubtful(models: Sequence[CodecModel], cases: Sequence[Case], columns: Sequence[Sequence[Timed]]) -> int:
-    """The cases whose time is longer than a model says, as bits; none if all models fit well."""
-    bits = 0
-    for model, column in zip(models, columns, strict=True):
-        if model.error is not None and model.error <= WARNED_ERROR / 2:
-            continue
-        samples = _samples(model.compressor, cases, column)
-        for index, each in enumerate(excess(model.coefficients, samples)):
-            bits |= (each > WARNED_ERROR) << index
-    return bits
+def _takes(method: Compressor, case: Case) -> bool:
+    """Whether a method compresses the units of a launch: low-rank methods send small ones exactly."""
+    return isinstance(method, Codec) or type(method.fit(case.shape)) is type(method)
+
+
+def _times(session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], case: Case) -> list[Timed]:
+    """The times of all works of a launch. Collective; the slowest rank counts."""
+    starts = arena.starts(case.units * case.numel * case.sources, case.sets * _rounds(session))
+    if isinstance(method, Codec):
+        calls = [[bound(arena, method, work, case, start) for start in starts] for work in works]
+        return timed(session, arena, calls, case.sets)
+    messages = [_low_rank_message(session, arena, method, case, start) for start in starts]
+    kinds = [stage.spec.kind for stage in messages[0].stages]
+    at = [index for index, kind in enumerate(kinds) if kind in works]
+    phases = [[message.stages[index].work for message in messages] for index in at]
+    times = dict(zip(at, timed(session, arena, phases, case.sets), strict=True))
+    return [_mean([time for index, time in times.items() if kinds[index] == work]) for work in works]
+
+
+def _mean(times: Sequence[Timed]) -> Timed:
+    wall_s, cores_s = (statistics.mean(column) for column in zip(*times, strict=True))
+    return wall_s, cores_s
+
+
+def _rounds(session: Session) -> int:
+    """The rounds of a moment."""
+    return -(-session.extent.rounds // _MOMENTS)
 
 
 def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets: int) -> list[Timed]:
     """Seconds and CPU seconds of a call, for each phase. Collective; the slowest rank counts.
 
     Calls have buffers of their own, which are in no cache. A phase has several rounds of ``sets`` calls, of which the
-    quicker ones count: a pause of the machine is longer than a call.
+    quickest one counts: a pause of the machine is longer than a call.
     """
     for calls in phases:
         for call in calls:
@@ -151,7 +128,7 @@ def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets
     for calls in phases:
         rounds = []
         arena.flush()
-        for first in range(0, sets * session.extent.rounds, sets):
+        for first in range(0, sets * _rounds(session), sets):
             arena.flush(whole=False)
             watch = Stopwatch(arena.device, session.clock)
             watch.mark()
@@ -159,25 +136,23 @@ def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets
                 calls[index % len(calls)]()
             watch.mark()
             rounds.append((watch.seconds()[-1] / sets, watch.cores_s() / sets))
-        quick += sorted(rounds)[len(rounds) // 4]
+        quick += min(rounds)
     slowest = session.ranks.slowest(quick)
     return list(zip(slowest[::2], slowest[1::2], strict=True))
 
 
 def _model(
-    method: Compressor,
-    work: StageKind,
-    place: Place,
-    cases: Sequence[Case],
-    found: Sequence[Timed],
+    method: Compressor, work: StageKind, place: Place, cases: Sequence[Case], times: Sequence[Timed]
 ) -> CodecModel:
-    coefficients, error = coefficients_of(_samples(method, cases, found))
+    coefficients, error = coefficients_of(
+        [_sample(method, case, wall_s) for case, (wall_s, _) in zip(cases, times, strict=True)]
+    )
     return CodecModel(
         method,
         work,
         place,
         coefficients,
-        statistics.median(cores_s / wall_s for wall_s, cores_s in found),
+        statistics.median(cores_s / wall_s for wall_s, cores_s in times),
         max(case.units for case in cases),
         max(case.elements for case in cases),
         max(case.sources for case in cases),
@@ -185,45 +160,9 @@ def _model(
     )
 
 
-def _samples(method: Compressor, cases: Sequence[Case], found: Sequence[Timed]) -> list[LaunchSample]:
-    return [_sample(method, case, seconds) for case, (seconds, _) in zip(cases, found, strict=True)]
-
-
 def _sample(method: Compressor, case: Case, seconds: float) -> LaunchSample:
-    elements = case.units * case.numel
     sides = 0.0 if isinstance(method, Codec) else float(case.units * sum(case.shape))
-    return LaunchSample(case.units, elements, case.sources, seconds, sides)
-
-
-# -------------------------------------------------------------------- low-rank methods
-
-
-def _measure_low_rank(session: Session, arena: Arena, method: Compressor, place: Place) -> list[CodecModel]:
-    works = (StageKind.PROJECT, StageKind.RECONSTRUCT)
-    cases = [case for case in cases_of(session, StageKind.PROJECT) if _compresses(method, case)]
-
-    def measure(case: Case) -> list[Timed]:
-        starts = arena.starts(case.units * case.numel, case.sets * session.extent.rounds)
-        messages = [_low_rank_message(session, arena, method, case, start) for start in starts]
-        kinds = [stage.spec.kind for stage in messages[0].stages]
-        at = [index for index, kind in enumerate(kinds) if kind in works]
-        phases = [[_call(message, index) for message in messages] for index in at]
-        times = timed(session, arena, phases, case.sets)
-        of_work: dict[StageKind, list[Timed]] = {work: [] for work in works}
-        for index, time in zip(at, times, strict=True):
-            of_work[kinds[index]].append(time)
-        return [_mean(of_work[work]) for work in works]
-
-    return _models(session, cases, measure, method, works, place) if cases else []
-
-
-def _mean(times: Sequence[Timed]) -> Timed:
-    wall_s, cores_s = (statistics.mean(column) for column in zip(*times, strict=True))
-    return wall_s, cores_s
-
-
-def _compresses(method: Compressor, case: Case) -> bool:
-    return type(method.fit(case.shape)) is type(method)
+    return LaunchSample(case.units, case.units * case.numel, case.sources, seconds, sides)
 
 
 def _low_rank_message(session: Session, arena: Arena, method: Compressor, case: Case, start: int) -> LowRankMessage:
@@ -241,7 +180,3 @@ def _low_rank_message(session: Session, arena: Arena, method: Compressor, case: 
     for unit in units:
         unit.grad.copy_(arena.grads[: case.numel])
     return LowRankMessage(units, communicators, Feedback(places), Seeds(0, places))
-
-
-def _call(message: LowRankMessage, index: int) -> Work:
-    return message.stages[index].work

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,9 +51,6 @@ def connect(session: Session) -> Communicators:
     return Communicators(session.ranks.group, session.places, session.topology, sites, channels=2)
 
 
-# -------------------------------------------------------------------- curves
-
-
 def measure_sharing(session: Session, communicators: Communicators, curve: CollectiveCurve) -> float:
     """The share of a link that one collective can use, found by running two at once on two channels. Collective.
 
@@ -67,8 +64,9 @@ def measure_sharing(session: Session, communicators: Communicators, curve: Colle
         curve: the curve of an all-gather.
     """
     ranks, device = session.ranks, session.places.memory(curve.place)
+    known = list(zip(curve.curve.nbytes, curve.curve.wall_s, strict=True))
     shares = []
-    for wire, _ in _sharing_sizes(curve):
+    for wire, _ in [each for each in known if each[1] < LONG_CALL_S][-2:] or known[:1]:
         nbytes = int(wire) // (session.topology.size(curve.level) - 1)
         channels = [calls_of(AllGather(curve.level), nbytes, communicators, curve.place, each) for each in (0, 1)]
         ranks.meet()
@@ -82,31 +80,15 @@ def measure_sharing(session: Session, communicators: Communicators, curve: Colle
     return statistics.median(shares)
 
 
-def sharing_s(curve: CollectiveCurve) -> float:
-    """The seconds that :func:`measure_sharing` is expected to take."""
-    return sum((3 * TRAIN * _SHARING_TURNS + 2 * IN_FLIGHT) * wall_s for _, wall_s in _sharing_sizes(curve))
-
-
-def _sharing_sizes(curve: CollectiveCurve) -> list[tuple[float, float]]:
-    """Bytes and seconds of the calls that share a link."""
-    known = list(zip(curve.curve.nbytes, curve.curve.wall_s, strict=True))
-    return [each for each in known if each[1] < LONG_CALL_S][-2:] or known[:1]
-
-
 def _at_once(channels: Collection[Sequence[Issue]], device: torch.device, length: int) -> list[float]:
     """Seconds of a train on each channel when all have one at the same time."""
-    seconds: list[float] = []
 
-    def run(calls: Sequence[Issue]) -> None:
+    def run(calls: Sequence[Issue]) -> float:
         on_stream: Any = nullcontext()
         if device.type == "cuda":
             on_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         with on_stream:
-            seconds.append(train(calls, device, length)[2])
+            return train(calls, device, length)[2]
 
-    threads = [threading.Thread(target=run, args=(calls,)) for calls in channels]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return seconds
+    with ThreadPoolExecutor(len(channels)) as pool:
+        return list(pool.map(run, channels))

@@ -9,17 +9,14 @@ the cores of the machine taken by one rank or the other.
 from __future__ import annotations
 
 import math
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ...resources.stage import Wait
+from ...resources.stage import Issue, Wait
 from .session import Session
 
 _WIDTH, _ROWS = 512, 64  # gradients of a megabyte, as large as backward's other data together
@@ -27,17 +24,14 @@ _BACKWARDS = 8  # in a row; something is started beside all but the last
 _MARGIN = 3  # a backward takes this many times as long as what is started beside it
 _NOTHING = 0.05  # a smaller part of the time of the work beside it is lost by chance
 _IDLE = 0.01  # the least part of its time for which work beside backward has a core
-_VAGUE, _SURE = 0.25, 0.1  # a larger error of the median says nothing, a smaller one needs no more rounds
-_MORE, _LONG_S = 4, 1.5  # as many times as many rounds at most, which take no longer
+_VAGUE = 0.25  # a larger error of the median says nothing
+_MORE = 2  # rounds more than anything else has, the first of which does not count
 LEAST, LARGEST = 0.5, 2.0
 """Limits of the ratio to the CPU seconds of what runs beside; more comes from other processes."""
 
-Start = Callable[[], Wait]
-"""Starts something beside the caller, and returns a function that waits for its end."""
-
 
 def measure_taken(
-    session: Session, starts: Sequence[Start], cores: float, alone_s: float, cores_s: float
+    session: Session, starts: Sequence[Issue], cores: float, alone_s: float, cores_s: float
 ) -> float | None:
     """The seconds of backward's resource that work beside it takes. Collective; the slowest rank counts.
 
@@ -51,23 +45,18 @@ def measure_taken(
     Returns:
         On the CPU relative to its CPU seconds, on a device relative to its time; ``None`` if the rounds disagree.
     """
-    backward, begin_s = _Backward(session), time.perf_counter()
+    backward = _Backward(session)
     count = backward.repeats(_MARGIN * alone_s)
-    own_cores = None if session.places.device.type == "cuda" else cores
-    least, pairs = session.extent.rounds, []
-    for index in range(_MORE * least + 1):
+    pairs = []
+    for _ in range(session.extent.rounds + _MORE):
         session.ranks.meet()
         without_s = backward.seconds(count, ())
         session.ranks.meet()
         beside_s = backward.seconds(count, starts)
-        without_s, beside_s, spent_s = session.ranks.slowest((without_s, beside_s, time.perf_counter() - begin_s))
-        if index == 0:
-            continue  # everything is new
+        without_s, beside_s = session.ranks.slowest((without_s, beside_s))
         pairs.append((without_s, beside_s))
-        is_sure = _error(_taken(pairs, alone_s, cores_s, own_cores)) <= _SURE
-        if index >= least and (is_sure or spent_s > _LONG_S):
-            break
-    return agreed_taken(pairs, alone_s, cores_s, own_cores)
+    own_cores = None if session.places.device.type == "cuda" else cores
+    return agreed_taken(pairs[1:], alone_s, cores_s, own_cores)  # in the first round everything is new
 
 
 def agreed_taken(
@@ -75,32 +64,19 @@ def agreed_taken(
 ) -> float | None:
     """The result of :func:`measure_taken` for several rounds; ``None`` if they do not agree.
 
-    A loaded machine slows down both backwards of a round, so their ratio is the same as on a quiet one.
+    A loaded machine slows down both backwards of a round, so their ratio is the same as on a quiet one. It counts for a
+    backward as long as those of the quiet rounds. Rounds beyond a limit agree: on cores that are short, most of them
+    are far above the largest value that counts.
 
     Args:
         pairs: seconds of the backwards of each round, without and with something beside all but the last.
         alone_s, cores_s, cores: as of :func:`taken_of`.
     """
-    taken = _taken(pairs, alone_s, cores_s, cores)
-    return float(np.median(taken)) if _error(taken) <= _VAGUE else None
-
-
-def _taken(
-    pairs: Sequence[tuple[float, float]], alone_s: float, cores_s: float, cores: float | None
-) -> npt.NDArray[np.float64]:
-    """The work that each round finds, of a backward as long as those of the quiet rounds.
-
-    Rounds beyond a limit agree: on cores that are short, most of them are far above the largest value that counts.
-    """
-    without_s = float(np.quantile([each for each, _ in pairs], 0.25))
-    lost_s = ((beside / without - 1.0) * without_s / (_BACKWARDS - 1) for without, beside in pairs)
-    return np.array([taken_of(each, alone_s, cores_s, cores) for each in lost_s])
-
-
-def _error(taken: npt.NDArray[np.float64]) -> float:
-    """The error of the median of several rounds."""
-    least, largest = np.quantile(taken, (0.25, 0.75))
-    return float(largest - least) / math.sqrt(len(taken))
+    quiet_s = float(np.quantile([without_s for without_s, _ in pairs], 0.25))
+    lost_s = ((beside_s / without_s - 1.0) * quiet_s / (_BACKWARDS - 1) for without_s, beside_s in pairs)
+    taken = [taken_of(each, alone_s, cores_s, cores) for each in lost_s]
+    least, median, largest = map(float, np.quantile(taken, (0.25, 0.5, 0.75)))
+    return median if (largest - least) / math.sqrt(len(taken)) <= _VAGUE else None
 
 
 def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None) -> float:
@@ -128,35 +104,6 @@ def taken_of(lost_s: float, alone_s: float, cores_s: float, cores: float | None)
     return min(max(taken_s / max(cores_s, _IDLE * alone_s), LEAST), LARGEST)
 
 
-class Helper:
-    """A thread that runs what it is given, as a lane of the engine does. It ends with :meth:`close`."""
-
-    def __init__(self) -> None:
-        self._works: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def start(self, work: Callable[[], object]) -> Wait:
-        """Run ``work`` in the thread, and return a function that waits for its end."""
-        ended = threading.Event()
-
-        def run() -> None:
-            work()
-            ended.set()
-
-        self._works.put(run)
-        return ended.wait
-
-    def close(self) -> None:
-        """End the thread."""
-        self._works.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (work := self._works.get()) is not None:
-            work()
-
-
 class _Backward:
     """The forward and backward of a small network, some of them in a row.
 
@@ -176,7 +123,7 @@ class _Backward:
         (once_s,) = self._session.ranks.slowest([self.seconds(1, ()) / _BACKWARDS])
         return max(round(least_s / once_s), 1)
 
-    def seconds(self, repeats: int, starts: Sequence[Start]) -> float:
+    def seconds(self, repeats: int, starts: Sequence[Issue]) -> float:
         """Seconds of all backwards, each computed ``repeats`` times, without waiting for what is started last."""
         waits: list[Wait] = []
         start_s = time.perf_counter()

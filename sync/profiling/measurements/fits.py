@@ -97,21 +97,8 @@ def _from_others(points: Sequence[CallCost], held: int) -> float:
     return float(others.wall(np.array([points[held].nbytes]))[0])
 
 
-@dataclass(frozen=True)
-class Quietest:
-    """The typical cost of a call at the moments at which it took least.
-
-    Attributes:
-        wall_s, cores_s, apart: as for :class:`CallCost`.
-    """
-
-    wall_s: float
-    cores_s: float
-    apart: float | None
-
-
-def quietest(moments: Sequence[Sequence[tuple[float, float]]]) -> Quietest:
-    """The typical cost of a call, from the seconds and CPU seconds of several at each moment.
+def quietest(nbytes: float, moments: Sequence[Sequence[tuple[float, float]]]) -> CallCost:
+    """The typical cost of a call of ``nbytes`` bytes, from the seconds and CPU seconds of several at each moment.
 
     Moments at which something else was running do not count. All moments that agree with the quietest one do.
     """
@@ -120,15 +107,15 @@ def quietest(moments: Sequence[Sequence[tuple[float, float]]]) -> Quietest:
     apart = timed[1][0] / least_s - 1.0 if len(timed) > 1 else None
     counted = [call for wall_s, calls in timed if wall_s <= (1.0 + APART) * least_s for call in calls]
     wall_s, cores_s = map(typical, zip(*counted, strict=True))
-    return Quietest(wall_s, cores_s, apart)
+    return CallCost(nbytes, wall_s, cores_s, apart)
 
 
-def averaged(moments: Sequence[Sequence[tuple[float, float]]]) -> Quietest:
+def averaged(nbytes: float, moments: Sequence[Sequence[tuple[float, float]]]) -> CallCost:
     """The mean cost of a call at all moments, for calls whose time varies on a quiet machine, too."""
     walls = sorted(_middle([wall_s for wall_s, _ in calls]) for calls in moments)
     apart = (walls[-1] - walls[0]) / (walls[-1] + walls[0]) if len(walls) > 1 else None  # from the mean of both
     wall_s, cores_s = map(_middle, zip(*(call for calls in moments for call in calls), strict=True))
-    return Quietest(wall_s, cores_s, apart)
+    return CallCost(nbytes, wall_s, cores_s, apart)
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -186,12 +173,6 @@ def _median_error(predicted: Floats, measured: Floats, shortest_s: float) -> flo
     return float(np.median(errors))
 
 
-def excess(coefficients: Coefficients, samples: Sequence[LaunchSample]) -> list[float]:
-    """The part by which every sample takes longer than coefficients say; negative if it takes less."""
-    ratios: list[float] = (_seconds(samples) / _predicted(coefficients, samples) - 1.0).tolist()
-    return ratios
-
-
 def _fitted(samples: Sequence[LaunchSample]) -> Coefficients:
     sizes = sorted({each.elements for each in samples})
     knees = sizes[1:-2] or [sizes[-1]]  # two sizes beyond a knee, so that no single one decides
@@ -201,14 +182,16 @@ def _fitted(samples: Sequence[LaunchSample]) -> Coefficients:
 
 def _fitted_with(samples: Sequence[LaunchSample], knee: float) -> Coefficients:
     """The non-negative coefficients for a knee, by least squares of relative errors."""
-    columns = _features(samples, knee) / _seconds(samples)[:, None]
+    units, elements, sources, sides = _sizes(samples)
+    columns = features_of(units, elements, sources, sides, knee) / _seconds(samples)[:, None]
     values = non_negative_least_squares(columns, np.ones(len(samples)))
     return Coefficients(*map(float, (*values, knee)))
 
 
-def _features(samples: Sequence[LaunchSample], knee: float) -> Floats:
-    rows = np.array([[each.units, each.elements, each.sources, each.sides] for each in samples], dtype=np.float64)
-    return features_of(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3], knee)
+def _sizes(samples: Sequence[LaunchSample]) -> Floats:
+    """Units, elements, sources and sides of all samples, ``[4, n]``."""
+    rows = [[each.units, each.elements, each.sources, each.sides] for each in samples]
+    return np.array(rows, dtype=np.float64).T
 
 
 def _seconds(samples: Sequence[LaunchSample]) -> Floats:
@@ -216,8 +199,7 @@ def _seconds(samples: Sequence[LaunchSample]) -> Floats:
 
 
 def _predicted(coefficients: Coefficients, samples: Sequence[LaunchSample]) -> Floats:
-    rows = np.array([[each.units, each.elements, each.sources, each.sides] for each in samples], dtype=np.float64)
-    return coefficients.seconds(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3])
+    return coefficients.seconds(*_sizes(samples))
 
 
 def non_negative_least_squares(columns: Floats, target: Floats) -> Floats:

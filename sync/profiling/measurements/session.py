@@ -1,17 +1,19 @@
-"""A measurement in progress: its ranks, its budget, what it may measure, and what it had to leave out."""
+"""A measurement in progress: its ranks, the time that is left, what it may measure, and what it had to leave out."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from ...communication.ranks import Budget, OutOfTime, Ranks
+from ...communication.ranks import Ranks
 from ...programs.topology import Topology
 from ...resources.memory_spaces import Places
 
 KI, MI = 1 << 10, 1 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,6 @@ class MeasurementExtent:
         rounds: the number of times that anything else is measured.
         elements: the numbers of elements of codecs with one unit.
         many: pairs of units and elements.
-        beside_s: seconds that something runs beside a backward, and a backward alone.
         far_caches: bytes that pass through the caches before a buffer is used again, relative to the largest cache.
     """
 
@@ -44,12 +45,11 @@ class MeasurementExtent:
         (128, 256 * KI),
         (128, 4 * MI),
     )
-    beside_s: float = 0.15
     far_caches: float = 4.0
 
     @staticmethod
     def of(seconds: float) -> MeasurementExtent:
-        """The extent for a budget: less in everything below 30 seconds."""
+        """The extent for a number of seconds: less in everything below 30 of them."""
         if seconds >= 30:
             return MeasurementExtent()
         return MeasurementExtent(
@@ -65,50 +65,53 @@ class MeasurementExtent:
 
 @dataclass
 class Session:
-    """A measurement in progress.
+    """A measurement in progress, which begins when the object is made.
 
     Attributes:
         ranks: all ranks.
-        budget: the seconds that it may take.
+        seconds: the seconds that it may take. A part that begins before they are over is measured to its end.
         places: the memories of this rank.
         topology: topology of the ranks.
         extent: how much is measured.
-        progress: called with the share of the budget that is spent, and the name of the part that begins.
+        progress: called with the share of the seconds that is spent, and the name of the part that begins.
         clock: the seconds of calls that only compute. It stands still while other threads have the cores, and is faster
             by the factor by which ranks slow down each other.
-        left_out: what did not fit into the budget, for people.
+        now: returns the seconds of a clock that never stands still.
+        left_out: the parts for which there was no time, for people.
     """
 
     ranks: Ranks
-    budget: Budget
+    seconds: float
     places: Places
     topology: Topology
     extent: MeasurementExtent
     progress: Callable[[float, str], object]
     clock: Callable[[], float] = time.perf_counter
+    now: Callable[[], float] = time.monotonic
     left_out: list[str] = field(default_factory=list)
-    _seconds: dict[str, list[float]] = field(default_factory=dict)
 
-    def part(self, kind: str, name: str, measure: Callable[[], None], expected_s: float = 0.0) -> None:
-        """Measure a part if it fits into the budget, or note that it was left out. Collective.
+    def __post_init__(self) -> None:
+        self._start_s = self.now()
 
-        A part that takes far longer than expected is cut off when the budget is spent.
+    @property
+    def spent_s(self) -> float:
+        """Seconds that this rank has spent."""
+        return self.now() - self._start_s
+
+    def left_s(self) -> float:
+        """Seconds that are left on rank 0; 0 if all are spent. Collective."""
+        return self.ranks.first(max(self.seconds - self.spent_s, 0.0))
+
+    def part(self, name: str, measure: Callable[[], T]) -> T | None:
+        """The result of ``measure`` if there is time for it; otherwise ``None``, and a note of what was left out.
+        Collective.
 
         Args:
-            kind: its kind; a part is expected to take as long as those of its kind did on average.
-            name: its name, for people.
+            name: the name of the part, for people.
             measure: measures it.
-            expected_s: seconds that the first part of a kind is expected to take.
         """
-        known = self._seconds.setdefault(kind, [])
-        if not self.budget.allows(statistics.mean(known) if known else expected_s):
+        if not self.left_s():
             self.left_out.append(f"{name}: no time")
-            return
-        self.progress(min(self.budget.spent_s / self.budget.seconds, 1.0), name)
-        start_s = time.monotonic()
-        try:
-            measure()
-        except OutOfTime:
-            self.left_out.append(f"{name}: it took too long")
-            return
-        known.append(time.monotonic() - start_s)
+            return None
+        self.progress(min(self.spent_s / self.seconds, 1.0), name)
+        return measure()

@@ -12,7 +12,7 @@ from test_caveats import write_profile
 
 from command_files import run_text
 from gckernels.sync.planner.machines.files import profile_from_json
-from gckernels.sync.profiling import request
+from gckernels.sync.profiling import measure
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda backend: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    return lambda profile: monkeypatch.setattr(request, "profile", lambda *arguments, **options: profile)
+    return lambda profile: monkeypatch.setattr(measure, "profile", lambda *arguments, **options: profile)
 
 
 def measured(folder, *specs, worse=()):

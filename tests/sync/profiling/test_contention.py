@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gckernels.sync.planner.timeline.simulator import Need, SimulatedTask, simulate
-from gckernels.sync.profiling.measurements.contention import LARGEST, LEAST, Helper, agreed_taken, taken_of
+from gckernels.sync.profiling.measurements.contention import LARGEST, LEAST, agreed_taken, taken_of
 
 
 @pytest.mark.parametrize("cores", [0.5, 1.0, 2.0])
@@ -60,13 +60,3 @@ def test_a_device_loses_time_and_at_most_that_of_what_runs_beside():
     assert taken_of(0.25, 1.0, 0.1, cores=None) == pytest.approx(0.25)
     assert taken_of(3.0, 1.0, 0.1, cores=None) == 1.0
     assert taken_of(-1.0, 1.0, 0.1, cores=None) == 0.0
-
-
-def test_a_helper_runs_what_it_is_given_in_order_and_ends():
-    helper, done = Helper(), []
-    waits = [helper.start(lambda index=index: done.append(index)) for index in range(5)]
-    for wait in waits:
-        wait()
-    assert done == list(range(5))
-    helper.close()
-    assert not helper._thread.is_alive()

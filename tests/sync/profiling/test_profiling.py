@@ -17,15 +17,14 @@ from gckernels.sync import Topology, profile
 from gckernels.sync.accuracy.accuracy import candidates_by_default
 from gckernels.sync.commands.profile import summary
 from gckernels.sync.planner.machines.files import profile_from_json, profile_to_json
-from gckernels.sync.profiling import measure
-from gckernels.sync.profiling.measure import measure_profile
+from gckernels.sync.profiling import parts as profile_parts
+from gckernels.sync.profiling.measure import _methods, measure_profile
 from gckernels.sync.profiling.measurements.codecs import cases_of
 from gckernels.sync.profiling.measurements.collectives import levels_of
 from gckernels.sync.profiling.measurements.launches import Case
 from gckernels.sync.profiling.measurements.memory import Arena, gradients
 from gckernels.sync.profiling.measurements.session import KI, MeasurementExtent
 from gckernels.sync.profiling.measurements.trains import wire_nbytes
-from gckernels.sync.profiling.request import _methods
 from gckernels.sync.programs import AllGather, AllReduce, AllToAll, Hop, Level
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of
@@ -38,7 +37,6 @@ SMALL = MeasurementExtent(
     elements=(4 * KI, 8 * KI, 16 * KI),
     many=((4, 16 * KI),),
     far_caches=1 / 32,
-    beside_s=0.01,
 )
 METHODS = ("EFSignSGD", "PowerSGD(rank=1)", "Identity")
 
@@ -102,14 +100,16 @@ def test_all_ranks_get_the_same_profile_of_everything():
 
 
 def measured_with_one_usual() -> tuple[str, list[str]]:
-    with mock.patch.object(measure, "_USUAL", 1):
+    with mock.patch.object(profile_parts, "_USUAL", 1):
         return measured(2, 2, 1e6, 0.0)
 
 
 def test_further_compressors_are_measured_behind_everything_that_most_plans_need():
     (text, parts), other = values_of(run_ranks(2, measured_with_one_usual))
     assert (text, parts) == other
-    assert parts[-3:-1] == [str(gckernels.from_spec(spec)) for spec in METHODS[1:]], "the last one adds"
+    ends = zip(parts[-3:-1], METHODS[1:], strict=True)
+    assert all(part.endswith(f" of {gckernels.from_spec(spec)}") for part, spec in ends), parts
+    assert parts[-1].startswith("add of ")
     works = {(each.compressor.name, each.work) for each in profile_from_json(json.loads(text)).codecs}
     assert ("PowerSGD", StageKind.PROJECT) in works and ("Identity", StageKind.DECODE) in works
 
