@@ -5,17 +5,15 @@
 Every rank has a namespace with one interface, ``eth0``. A switch in a further namespace joins the ranks or, if machines
 have several ranks, the switches of the machines. A token bucket throttles both ends of every link to its rate. Nothing
 outside these namespaces is changed. Needs ``ip`` and ``tc`` from Debian's package ``iproute2``, and root or a program
-that has called :func:`~gckernels.sync.lab.own_namespaces.enter_own_namespaces`.
+that has called :func:`~gckernels.sync.lab.enter_own_namespaces`.
 
 This folder needs nothing of the rest of the package, and no torch.
 """
 
 from .cluster import Links, links
-from .inside import RATE, in_rank, sent_nbytes
-from .namespaces import LinksError, missing, remove_leftovers
-from .network import Network
-from .own_namespaces import enter_own_namespaces
-from .rates import UNTHROTTLED, checked_rate
+from .link import UNTHROTTLED, checked_rate
+from .namespaces import LinksError, enter_own_namespaces, missing, remove_leftovers
+from .network import RATE, Network, in_rank, sent_nbytes
 from .schedule import Event
 
 __all__ = [

@@ -6,18 +6,32 @@ import collections
 import contextlib
 import itertools
 import math
+import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from . import delay_switch, processes
-from .link import LabLink
-from .namespaces import INTERFACE, LinksError, missing, own_prefix, remove, remove_leftovers, run_tool, terminable
+from . import delay_switch
+from .link import LabLink, checked_rate
+from .namespaces import (
+    INTERFACE,
+    LinksError,
+    found_tool,
+    kill_processes,
+    missing,
+    own_prefix,
+    remove,
+    remove_leftovers,
+    run_tool,
+    terminable,
+)
 from .network import SUBNET, Network
-from .rates import checked_rate
 from .schedule import Event
 
 FIRST_PORT = 29500
+POLL_S = 0.05
 CONGESTION_CONTROL = "reno"
 """TCP's control of its rate inside the namespaces, which every kernel has. It only fills the queue of a link. BBR
 probes links in rounds of a round trip, which takes microseconds here, and leaves slow links idle now and then."""
@@ -126,28 +140,31 @@ class Links:
         for event in schedule:
             self.network.check_place(event.place)
         events = collections.deque(sorted(schedule, key=lambda event: event.at_s))
-
-        def meanwhile(elapsed_s: float) -> None:
-            if self._delaying is not None and self._delaying.poll() is not None:
-                raise LinksError("the switch that delays packets has ended")
-            while events and events[0].at_s <= elapsed_s:
-                event = events.popleft()
-                self._apply(event)
-                announce(event)
-
         port = next(self._ports)
-        environments = [self.network.environment(rank, port) for rank in range(self.network.ranks)]
-        return processes.run_all(self.namespaces, environments, arguments, timeout_s, grace_s, meanwhile)
-
-    def _apply(self, event: Event) -> None:
-        match event.action:
-            case "cut":
-                self.cut(event.place)
-            case "restore":
-                self.restore(event.place)
-            case "throttle":
-                assert event.rate is not None
-                self.throttle(event.place, event.rate)
+        processes: list[subprocess.Popen[str]] = []
+        start_s = time.monotonic()
+        end_s, failed = start_s + timeout_s, False
+        try:
+            for rank, name in enumerate(self.namespaces):
+                processes.append(_start(name, self.network.environment(rank, port), arguments))
+            while None in (codes := [process.poll() for process in processes]) and time.monotonic() < end_s:
+                if any(codes) and not failed:
+                    failed, end_s = True, min(end_s, time.monotonic() + grace_s)
+                if self._delaying is not None and self._delaying.poll() is not None:
+                    raise LinksError("the switch that delays packets has ended")
+                while events and events[0].at_s <= time.monotonic() - start_s:
+                    event = events.popleft()
+                    rates = () if event.rate is None else (event.rate,)
+                    getattr(self, event.action)(event.place, *rates)
+                    announce(event)
+                time.sleep(POLL_S)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+            for name in self.namespaces:
+                kill_processes(name)  # processes that the ranks have started
+        return [process.returncode for process in processes]
 
     def _link(self, place: int | str) -> LabLink:
         self.network.check_place(place)
@@ -178,7 +195,7 @@ class Links:
     def _start_delay_switch(self, name: str) -> None:
         ports = [self._links[f"machine{machine}"].port for machine in range(self.network.machines)]
         program = (delay_switch.__file__, str(self.network.delay_s), *ports)
-        self._delaying = processes.start(name, {}, program, stdout=subprocess.PIPE)
+        self._delaying = _start(name, {}, program, stdout=subprocess.PIPE)
         assert self._delaying.stdout is not None
         if self._delaying.stdout.readline() != "ready\n":
             raise LinksError("the switch that delays packets has not started")
@@ -189,6 +206,23 @@ class Links:
             self._delaying.communicate()
         for name in (*self.namespaces, *self._inner, self._outer):
             remove(name)
+
+
+def _start(
+    place: str, environment: Mapping[str, str], arguments: Sequence[str | Path], stdout: int | None = None
+) -> subprocess.Popen[str]:
+    """Start a Python program in a namespace; it ends with this process, even if this process is killed.
+
+    Args:
+        place: name of the namespace.
+        environment: environment variables, besides those of this process.
+        arguments: arguments of the interpreter.
+        stdout: where the output goes, as for :class:`subprocess.Popen`.
+    """
+    ip, setpriv = (found_tool(tool) or tool for tool in ("ip", "setpriv"))
+    inside = (ip, "netns", "exec", place, setpriv, "--pdeathsig", "KILL", sys.executable)
+    command, variables = [*inside, *map(str, arguments)], {**os.environ, **environment}
+    return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=stdout, text=True)
 
 
 @contextlib.contextmanager

@@ -1,17 +1,19 @@
-"""The description of a network: how many ranks there are, on which machines, and what joins them."""
+"""The description of a network: how many ranks there are, on which machines, and what joins them. Inside a rank, its
+link."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
-from .inside import RATE
-from .namespaces import INTERFACE
-from .rates import UNTHROTTLED, checked_rate
+from .link import UNTHROTTLED, checked_rate
+from .namespaces import INTERFACE, LinksError
 
 MAX_RANKS = 250
 SUBNET = "10.77.0.0/16"
 """The addresses of all ranks."""
+RATE = "LINK_RATE"  # environment variable with the rate of a rank's link
 
 
 @dataclass(frozen=True)
@@ -133,3 +135,24 @@ class Network:
             "NCCL_SHM_DISABLE": 1,
         }
         return {name: str(value) for name, value in (like_torchrun | over_links | {RATE: self.rate}).items()}
+
+
+def in_rank() -> bool:
+    """Whether this process was started by :meth:`Links.run`."""
+    return RATE in os.environ
+
+
+def sent_nbytes() -> int:
+    """Bytes sent from this namespace so far, as the kernel counts them.
+
+    They include the headers of Ethernet, IP and TCP, counted per packet or, with segmentation offload, once for up to
+    64 KiB.
+
+    Raises:
+        LinksError: this process is in no namespace of links.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(numbers.split()[8])
+    raise LinksError(f"this namespace has no interface {INTERFACE}")

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from .rates import checked_rate
+from .link import checked_rate
 
 ACTIONS = ("cut", "restore", "throttle")
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}

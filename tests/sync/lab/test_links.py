@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gckernels.sync import commands, lab
-from gckernels.sync.lab import LinksError, cluster, namespaces, own_namespaces, rates
+from gckernels.sync.lab import LinksError, cluster, link, namespaces
 from network_namespaces import WAIT_S, script, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -92,7 +92,6 @@ def test_arguments_are_checked(nothing_is_done, ranks, rate):
 
 def test_the_command_says_why_and_ends(monkeypatch, nothing_is_done, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(own_namespaces, "found_tool", lambda tool: None)
     monkeypatch.setattr(namespaces, "found_tool", lambda tool: None)
     assert commands.main(["lab", "script.py"]) == 2
     need = "gckernels lab: ip and tc and setpriv and unshare and mount not found: install iproute2 util-linux mount"
@@ -146,7 +145,7 @@ def test_tools_are_found_where_the_path_lacks_the_folders_of_root(monkeypatch, t
 
 @pytest.mark.parametrize(("rate", "nbytes"), [("8kbit", 4097), ("100mbit", 16_596), ("1gbit", 129_096)])
 def test_a_millisecond_passes_without_delay(rate, nbytes):
-    assert rates.bucket_nbytes(rate) == nbytes
+    assert link.bucket_nbytes(rate) == nbytes
 
 
 # -------------------------------------------------------------------- with links
