@@ -24,8 +24,7 @@ from ..programs.steps import Place
 from .drafts.drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from .drafts.options import all_options, placed, variants
 from .drafts.problem import Problem
-from .machines.derived import DerivedMachine
-from .machines.machine import Floats, Price
+from .machines.machine import DerivedMachine, Floats, Price
 from .search.garbage import uncollected
 from .search.restructure import after, moved, orders_of
 from .search.search import Search, messages_of_draft, options_in, with_options
@@ -70,17 +69,13 @@ def free_problem(problem: Problem) -> Problem:
     return replace(problem, pricer=problem.pricer.on(FreeCodecs(problem.machine)))
 
 
-@dataclass(frozen=True)
+@dataclass
 class FreeCodecs(DerivedMachine):
     """A machine whose codecs take no time."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.base.name}, codecs for nothing"
-
-    @property
-    def margin(self) -> float:
-        return 0.0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.name, self.margin = f"{self.name}, codecs for nothing", 0.0
 
     def codec(
         self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int

@@ -39,6 +39,7 @@ class SimpleMachine:
     overheads: Overheads = field(default_factory=Overheads)
     capacities: Mapping[Shared, float] = field(default_factory=lambda: dict.fromkeys(Shared, 1.0))
     shared_by: Mapping[Shared, int] = field(default_factory=dict)
+    memory_nbytes: float | None = None
     margin: float = 0.0
     name: str = "simple"
     estimated: bool = True

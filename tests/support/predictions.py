@@ -37,6 +37,7 @@ class RatedMachine:
     capacities: Mapping[Shared, float] = field(default_factory=lambda: dict.fromkeys(Shared, 1.0))
     margin: float = 0.0
     shared_by: Mapping[Shared, int] = field(default_factory=dict)
+    memory_nbytes: float | None = None
     name: str = "rated"
     estimated: bool = True
 

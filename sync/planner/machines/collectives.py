@@ -73,19 +73,6 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """The numbers of devices that share a link.
-
-    Attributes:
-        inter: devices that share a network card.
-        intra: devices that share a link inside the machine.
-    """
-
-    inter: int = 1
-    intra: int = 1
-
-
-@dataclass(frozen=True)
 class Algorithm:
     """An algorithm of a collective.
 
@@ -100,7 +87,13 @@ class Algorithm:
 
 @functools.lru_cache(maxsize=1024)
 def algorithms_of(
-    step: str, level: Level, topology: Topology, sharing: Sharing, in_pipeline: bool, from_roots: bool = False
+    step: str,
+    level: Level,
+    topology: Topology,
+    in_pipeline: bool,
+    from_roots: bool = False,
+    cards: int = 1,
+    links: int = 1,
 ) -> tuple[Algorithm, ...]:
     """The algorithms of a collective, of which the fastest is used. The first one of an all-reduce is a ring.
 
@@ -108,9 +101,10 @@ def algorithms_of(
         step: the name of the collective.
         level: the ranks that take part.
         topology: the machines and their devices.
-        sharing: as the links are shared.
         in_pipeline: whether broadcast and reduce are pipelines, as on devices, and not trees.
         from_roots: whether one device of each machine has all data of the machine, and takes part alone.
+        cards: devices of a machine that share a network card.
+        links: devices of a machine that share a link inside it.
 
     Raises:
         MachineError: there is no such collective.
@@ -118,8 +112,6 @@ def algorithms_of(
     if step not in KINDS or not issubclass(KINDS[step], Collective):
         raise MachineError(f"{step!r}: is no collective")
     machines, devices = topology.machines, topology.devices
-    cards = min(sharing.inter, devices)
-    links = min(sharing.intra, devices)
     chooses = step == "AllReduce" and in_pipeline
     if topology.size(level) == 1:
         return (Algorithm({}),)
@@ -142,7 +134,7 @@ def _on_one_level(step: str, ranks: int, shared_by: int, busy: int, received: in
         shared_by: devices that share a link.
         busy: the devices whose bytes the busiest link carries.
         received: the devices for which it receives what they gather.
-        in_pipeline: as for :func:`uses_of`.
+        in_pipeline: as for :func:`algorithms_of`.
     """
     result = ranks / (ranks - 1)  # bytes of the result of a broadcast, for each byte that a rank sends as a mean
     depth = math.ceil(math.log2(ranks))
@@ -197,7 +189,7 @@ def _on_all_ranks(step: str, topology: Topology, cards: int, links: int, in_pipe
         topology: the machines and their devices.
         cards: devices that share a network card.
         links: devices that share a link inside the machine.
-        in_pipeline: as for :func:`uses_of`.
+        in_pipeline: as for :func:`algorithms_of`.
     """
     machines, devices, ranks = topology.machines, topology.devices, topology.world_size
     per_card = cards / devices  # the part of the bytes leaving a machine that goes through one card

@@ -26,10 +26,6 @@ _LAST = 4  # sizes between which the slope beyond them is measured
 _LATENCIES = 2.0  # sizes that take less than this many times the latency do not tell a slope
 
 
-class ProfileError(MachineError):
-    """Raised for a profile that is not valid, that lacks a price, or whose measurements do not agree."""
-
-
 @dataclass(frozen=True)
 class Curve:
     """Seconds over bytes, measured at some sizes, linear between them.
@@ -51,17 +47,11 @@ class Curve:
 
     def __post_init__(self) -> None:
         _require_points(self.nbytes, self.wall_s, self.cores_s)
-        _require_error(self.error)
 
     @property
     def latency_s(self) -> float:
         """Seconds of the smallest size."""
         return self.wall_s[0]
-
-    @property
-    def slope_s(self) -> float:
-        """Seconds per byte beyond the last size."""
-        return _slope(self.nbytes, self.wall_s)
 
     def wire(self, nbytes: Floats) -> Floats:
         """Seconds for which sizes ``[n]`` keep the wire busy.
@@ -101,19 +91,14 @@ def _slope(known: Sequence[float], seconds: Sequence[float]) -> float:
 
 def _require_points(nbytes: Sequence[float], wall_s: Sequence[float], cores_s: Sequence[float]) -> None:
     if not len(nbytes) == len(wall_s) == len(cores_s) > 0:
-        raise ProfileError(f"sizes and seconds must be as many, at least one: {len(nbytes)} and {len(wall_s)}")
+        raise MachineError(f"sizes and seconds must be as many, at least one: {len(nbytes)} and {len(wall_s)}")
     for name, values in (("nbytes", nbytes), ("wall_s", wall_s), ("cores_s", cores_s)):
         if not all(math.isfinite(value) and value >= 0 for value in values):
-            raise ProfileError(f"{name} must be finite and not negative, got {list(values)}")
+            raise MachineError(f"{name} must be finite and not negative, got {list(values)}")
     if nbytes[0] <= 0 or any(one >= other for one, other in itertools.pairwise(nbytes)):
-        raise ProfileError(f"nbytes must be positive and ascend, got {list(nbytes)}")
+        raise MachineError(f"nbytes must be positive and ascend, got {list(nbytes)}")
     if wall_s[0] <= 0 or any(one > other for one, other in itertools.pairwise(wall_s)):
-        raise ProfileError(f"wall_s must be positive and never fall, got {list(wall_s)}")
-
-
-def _require_error(error: float | None) -> None:
-    if error is not None and not (math.isfinite(error) and error >= 0):
-        raise ProfileError(f"error must be a number from 0 up, or null, got {error!r}")
+        raise MachineError(f"wall_s must be positive and never fall, got {list(wall_s)}")
 
 
 @dataclass(frozen=True)
@@ -132,6 +117,11 @@ class CollectiveCurve:
     place: Place
     curve: Annotated[Curve, FLAT]
 
+    @property
+    def error(self) -> float | None:
+        """The error of the curve."""
+        return self.curve.error
+
     def __str__(self) -> str:
         return f"{self.step} {self.level.value}{_suffix(self.place)}"
 
@@ -142,6 +132,11 @@ class CopyCurve:
 
     resource: Shared
     curve: Annotated[Curve, FLAT]
+
+    @property
+    def error(self) -> float | None:
+        """The error of the curve."""
+        return self.curve.error
 
     def __str__(self) -> str:
         return f"Copy {self.resource.value}"
@@ -170,12 +165,6 @@ class Coefficients:
     source_element_s: float = 0.0
     side_s: float = 0.0
     knee: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ProfileError(f"{field.name} must be a number from 0 up, got {value!r}")
 
     def seconds(self, units: Floats, elements: Floats, sources: int | Floats, sides: Floats | float = 0.0) -> Floats:
         """Seconds of launches ``[n]``; 0 without units."""
@@ -228,11 +217,6 @@ class CodecModel:
     max_elements: int
     max_sources: int
     error: float | None = None
-
-    def __post_init__(self) -> None:
-        _require_error(self.error)
-        if not (math.isfinite(self.cores) and self.cores >= 0):
-            raise ProfileError(f"cores must be a number from 0 up, got {self.cores!r}")
 
     def __str__(self) -> str:
         return f"{self.compressor} {self.work.value}{_suffix(self.place)}"

@@ -16,7 +16,7 @@ from ...plans.json_records import JsonForm
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from .codecs import FP32_NBYTES, LAUNCHES, merging_factor, moved_nbytes_per_element
-from .collectives import Algorithm, Sharing, algorithms_of
+from .collectives import Algorithm, algorithms_of
 from .machine import Floats, MachineError, Overheads, Price, Shared
 from .parts import (
     Copies,
@@ -102,11 +102,6 @@ class Description:
         return min(1.0, self._cores)
 
     @cached_property
-    def _sharing(self) -> Sharing:
-        inter, intra = (self.links.get(link) for link in (Shared.INTER, Shared.INTRA))
-        return Sharing(1 if inter is None else inter.shared_by, 1 if intra is None else intra.shared_by)
-
-    @cached_property
     def shared_by(self) -> Mapping[Shared, int]:
         return {link: min(each.shared_by, self.topology.devices) for link, each in self.links.items()}
 
@@ -120,7 +115,8 @@ class Description:
         """
         wire = np.asarray(wire_nbytes, dtype=np.float64)
         in_pipeline = place == Place.DEVICE and self.gpu is not None
-        algorithms = algorithms_of(step, level, self.topology, self._sharing, in_pipeline, from_roots)
+        sharing = (self.shared_by.get(link, 1) for link in (Shared.INTER, Shared.INTRA))
+        algorithms = algorithms_of(step, level, self.topology, in_pipeline, from_roots, *sharing)
         if not algorithms[0].uses:  # a single rank
             return Price(np.zeros_like(wire))
         return Price.fastest([self._sending(algorithm, place, wire) for algorithm in algorithms])

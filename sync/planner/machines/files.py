@@ -11,7 +11,6 @@ from typing import Any
 
 from ...plans.json_files import Entry, bytes_of, parsed, shown
 from ...plans.json_records import read_record, written
-from .curves import ProfileError
 from .machine import Machine, MachineError
 from .profile import MEASURE_AGAIN, Profile
 from .schema import DESCRIPTION_FORMAT, description_from_json
@@ -97,7 +96,7 @@ def profile_from_json(record: Any) -> Profile:
     Raises:
         MachineError: it has another format or version, or something in it is not valid.
     """
-    document = record if isinstance(record, Entry) else Entry(record, "profile", ProfileError, MEASURE_AGAIN)
+    document = record if isinstance(record, Entry) else Entry(record, "profile", MachineError, MEASURE_AGAIN)
     head = document.fields(("format", "version"), None)
     head["format"].choice((PROFILE_FORMAT,))
     head["version"].integer(VERSION, VERSION)

@@ -201,6 +201,34 @@ class MachineError(ValueError):
     """Raised for a machine that is not valid, or that lacks a price."""
 
 
+@dataclass
+class DerivedMachine:
+    """A machine that is another one, as a :class:`Machine`; classes below it change some of its attributes and prices.
+
+    Attributes:
+        base: the other machine.
+    """
+
+    base: Machine
+
+    def __post_init__(self) -> None:
+        base = self.base
+        self.name, self.topology, self.estimated, self.margin = base.name, base.topology, base.estimated, base.margin
+        self.computes_on, self.capacities, self.shared_by = base.computes_on, base.capacities, base.shared_by
+        self.overheads, self.memory_nbytes = base.overheads, base.memory_nbytes
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
+        return self.base.collective(step, level, place, wire_nbytes, from_roots)
+
+    def codec(
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        return self.base.codec(work, compressor, place, units, elements, sources)
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        return self.base.copy(resource, nbytes)
+
+
 def has_prices(machine: Machine, method: Compressor) -> bool:
     """Whether a machine has prices for a compressor: a profile may lack it, or have measured it too badly."""
     one, sources = np.array([1.0]), machine.topology.world_size

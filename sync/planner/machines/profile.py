@@ -8,7 +8,7 @@ put together from others, are noted in :attr:`Profile.assumptions`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,8 +20,8 @@ from gckernels.ops import PowerSGD
 from ...programs.stages import StageKind
 from ...programs.steps import AllGather, AllToAll, Hop, Level, Place
 from ...programs.topology import Topology
-from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, ProfileError, is_fitted_from, sides_of
-from .machine import Floats, Overheads, Price, Shared
+from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, is_fitted_from, sides_of
+from .machine import Floats, MachineError, Overheads, Price, Shared
 
 REFUSED_ERROR = 0.20
 """Relative error from which a measurement is not used."""
@@ -105,15 +105,15 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.computes_on not in (Shared.CORES, Shared.DEVICE):
-            raise ProfileError(f"profile: computes_on must be cores or device, got {self.computes_on.value!r}")
+            raise MachineError(f"profile: computes_on must be cores or device, got {self.computes_on.value!r}")
         if not 0 < self.cores < float("inf"):
-            raise ProfileError(f"profile: cores must be a positive number, got {self.cores!r}")
+            raise MachineError(f"profile: cores must be a positive number, got {self.cores!r}")
         for level, share in self.sharing.items():
             if not 0 < share <= 1:
-                raise ProfileError(f"profile: sharing of {level.value} must be above 0 and at most 1, got {share!r}")
+                raise MachineError(f"profile: sharing of {level.value} must be above 0 and at most 1, got {share!r}")
         for name, amount in self.taken.items():
             if name not in _TAKEN or not 0 <= amount < float("inf"):
-                raise ProfileError(f"profile: taken must have numbers from 0 up, got {name!r}: {amount!r}")
+                raise MachineError(f"profile: taken must have numbers from 0 up, got {name!r}: {amount!r}")
 
     # ---------------------------------------------------------------- the machine
 
@@ -129,19 +129,16 @@ class Profile:
         It is the median error of the used measurements at held-out sizes, of collectives or of codecs, whichever is
         larger; at least :data:`MIN_MARGIN`.
         """
-        used: dict[type[Measured], list[float]] = {CollectiveCurve: [], CodecModel: [], CopyCurve: []}
-        for each in self.measured():
-            error = error_of(each)
-            if error is not None and error <= REFUSED_ERROR:
-                used[type(each)].append(error)
-        medians = [statistics.median(used[kind]) for kind in (CollectiveCurve, CodecModel) if used[kind]]
-        return max([MIN_MARGIN, *medians])
+        medians = [MIN_MARGIN]
+        for measured in (self.collectives, self.codecs):
+            errors = [each.error for each in measured if each.error is not None and each.error <= REFUSED_ERROR]
+            medians += [statistics.median(errors)] if errors else []
+        return max(medians)
 
     @property
     def capacities(self) -> Mapping[Shared, float]:
         """The capacity of every shared resource."""
-        links = {Shared.INTER: 1.0, Shared.INTRA: 1.0, Shared.TO_HOST: 1.0, Shared.TO_DEVICE: 1.0}
-        return {Shared.DEVICE: 1.0, Shared.CORES: self.cores} | links
+        return {shared: self.cores if shared == Shared.CORES else 1.0 for shared in Shared}
 
     @property
     def shared_by(self) -> Mapping[Shared, int]:
@@ -155,7 +152,7 @@ class Profile:
         which takes as long over one card.
 
         Raises:
-            ProfileError: it was not measured, or its measurements do not agree.
+            MachineError: it was not measured, or its measurements do not agree.
         """
         if self.topology.size(level) == 1:
             return Price(np.zeros_like(wire_nbytes))
@@ -170,7 +167,7 @@ class Profile:
             None,
         )
         if found is None:
-            raise ProfileError(f"{self.name}: {step} of level {level.value} was not measured; {MEASURE_AGAIN}")
+            raise MachineError(f"{self.name}: {step} of level {level.value} was not measured; {MEASURE_AGAIN}")
         curve = self._usable(found).curve
         self._note_size(found, curve, wire_nbytes)
         alone = curve.wall(wire_nbytes)
@@ -188,7 +185,7 @@ class Profile:
         encoding. Low-rank messages encode and decode the units that they send exactly.
 
         Raises:
-            ProfileError: it was not measured, or its measurements do not agree.
+            MachineError: it was not measured, or its measurements do not agree.
         """
         match work:
             case StageKind.ENCODE_SHARD:
@@ -213,7 +210,7 @@ class Profile:
                 self.codec(StageKind.ENCODE, compressor, place, units, elements, 1),
             )
         if found is None:
-            raise ProfileError(f"{self.name}: {work.value} of {compressor} was not measured; {MEASURE_AGAIN}")
+            raise MachineError(f"{self.name}: {work.value} of {compressor} was not measured; {MEASURE_AGAIN}")
         self._usable(found)
         if np.any(elements > found.max_elements):
             self._note(f"{found} beyond {found.max_elements} elements")
@@ -230,23 +227,17 @@ class Profile:
         """The price of copies; see :meth:`~gckernels.sync.planner.machines.machine.Machine.copy`.
 
         Raises:
-            ProfileError: it was not measured, or its measurements do not agree.
+            MachineError: it was not measured, or its measurements do not agree.
         """
         found = next((each for each in self.copies if each.resource == resource), None)
         if found is None:
-            raise ProfileError(f"{self.name}: copies over {resource.value} were not measured; {MEASURE_AGAIN}")
+            raise MachineError(f"{self.name}: copies over {resource.value} were not measured; {MEASURE_AGAIN}")
         curve = self._usable(found).curve
         self._note_size(found, curve, nbytes)
         alone = curve.wall(nbytes)
         return Price(alone, {resource: alone})
 
     # ---------------------------------------------------------------- its quality
-
-    def measured(self) -> Iterator[Measured]:
-        """Everything that was measured."""
-        yield from self.collectives
-        yield from self.codecs
-        yield from self.copies
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -259,15 +250,15 @@ class Profile:
         return self._errors_above(WARNED_ERROR, REFUSED_ERROR)
 
     def _errors_above(self, least: float, largest: float) -> tuple[str, ...]:
-        errors = [(each, error_of(each) or 0.0) for each in self.measured()]
+        measured: tuple[Measured, ...] = (*self.collectives, *self.codecs, *self.copies)
+        errors = [(each, each.error or 0.0) for each in measured]
         return tuple(f"{each}: error {error:.0%}" for each, error in errors if least < error <= largest)
 
     def _usable(self, found: MeasuredT) -> MeasuredT:
-        error = error_of(found)
-        if error is not None and error > REFUSED_ERROR:
-            raise ProfileError(
-                f"{self.name}: the measurements of {found} disagree by {error:.0%}, more than {REFUSED_ERROR:.0%}; "
-                f"{MEASURE_AGAIN}"
+        if found.error is not None and found.error > REFUSED_ERROR:
+            raise MachineError(
+                f"{self.name}: the measurements of {found} disagree by {found.error:.0%}, more than "
+                f"{REFUSED_ERROR:.0%}; {MEASURE_AGAIN}"
             )
         return found
 
@@ -294,11 +285,6 @@ class Profile:
             return {Shared.CORES: self.taken.get(kind, 1.0) * np.minimum(cores, self.cores * alone)}
         share = min(self.taken.get(kind, 1.0 if kind == "codec" else 0.0), 1.0)
         return {Shared.DEVICE: share * alone}
-
-
-def error_of(measured: Measured) -> float | None:
-    """The relative error of a measurement at held-out sizes; ``None`` if unknown."""
-    return measured.error if isinstance(measured, CodecModel) else measured.curve.error
 
 
 def _added(one: Price, other: Price) -> Price:

@@ -8,7 +8,6 @@ byte the bandwidth. The result is estimated.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,10 +17,9 @@ from gckernels.compressor import Compressor
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
-from .collectives import Sharing, Use, algorithms_of
-from .derived import DerivedMachine
+from .collectives import Use, algorithms_of
 from .description import MARGIN, Description
-from .machine import Floats, Machine, MachineError, Overheads, Price, Shared
+from .machine import DerivedMachine, Floats, Machine, MachineError, Price, Shared
 
 _SLOPE_NBYTES = np.array([1 << 18, 1 << 20], dtype=np.float64)
 """The sizes between which the seconds per byte of a measured link are taken. Every profile has them."""
@@ -66,7 +64,7 @@ def scaled(
             return FasterCodecs(others, speed)
         case Description():
             return _described(machine, bandwidth_bit_per_s, machines)
-    return _derived(machine, bandwidth_bit_per_s, machines)
+    return OtherLinks(machine, bandwidth_bit_per_s, machines)
 
 
 def _require(name: str, value: float | None, finite: bool) -> None:
@@ -100,23 +98,6 @@ def _described(machine: Description, bandwidth_bit_per_s: float | None, machines
     return replace(machine, name=name, topology=topology, links=links, sources=sources)
 
 
-def _derived(machine: Machine, bandwidth_bit_per_s: float | None, machines: int | None) -> Machine:
-    topology, name, slower = machine.topology, machine.name, 1.0
-    if machines is not None:
-        if 1 in (machines, topology.machines):
-            raise MachineError(
-                f"machines: {machine.name} was measured on {topology.machines} machines. From that, prices on "
-                f"{machines} cannot be derived, because one of the two has no link between machines; measure there, or "
-                "describe the machine in a file"
-            )
-        topology = replace(topology, machines=machines)
-        name = f"{name}, machines: {machines}"
-    if bandwidth_bit_per_s is not None:
-        slower = sending_bit_per_s(machine) / bandwidth_bit_per_s
-        name = f"{name}, {bandwidth_bit_per_s / 1e9:g} Gbit/s"
-    return OtherLinks(machine, name, topology, slower)
-
-
 def sending_bit_per_s(machine: Machine, step: str = "AllReduce") -> float:
     """The bits per second that a rank sends in a large collective of all ranks, counted as those around a ring.
 
@@ -133,17 +114,20 @@ def sending_bit_per_s(machine: Machine, step: str = "AllReduce") -> float:
     return float(8 * (_SLOPE_NBYTES[1] - _SLOPE_NBYTES[0]) / (last - first))
 
 
-@dataclass(frozen=True)
+@dataclass
 class FasterCodecs(DerivedMachine):
-    """A machine whose codecs are faster than those of another one, as a
-    :class:`~gckernels.sync.planner.machines.machine.Machine`.
+    """A machine whose codecs are faster than those of another one.
 
     Attributes:
-        base: the other machine.
         codec_speed: how many times as fast they are.
     """
 
     codec_speed: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.name = f"{self.name}, codecs {self.codec_speed:g} times as fast"
+        self.estimated, self.margin = True, max(self.margin, MARGIN)
 
     @staticmethod
     def of(base: Machine, codec_speed: float) -> FasterCodecs:
@@ -153,103 +137,73 @@ class FasterCodecs(DerivedMachine):
                 return FasterCodecs(inner, speed * codec_speed)
         return FasterCodecs(base, codec_speed)
 
-    @property
-    def name(self) -> str:
-        return f"{self.base.name}, codecs {self.codec_speed:g} times as fast"
-
-    @property
-    def estimated(self) -> bool:
-        return True
-
-    @property
-    def margin(self) -> float:
-        return max(self.base.margin, MARGIN)
-
     def codec(
         self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
-        price, speed = self.base.codec(work, compressor, place, units, elements, sources), self.codec_speed
+        price, speed = super().codec(work, compressor, place, units, elements, sources), self.codec_speed
         work_s = {shared: seconds / speed for shared, seconds in price.work_s.items()}
         return Price(price.alone_s / speed, work_s, price.submit_s)
 
 
-@dataclass(frozen=True)
-class OtherLinks:
-    """A machine with other links than a measured one, as a :class:`~gckernels.sync.planner.machines.machine.Machine`.
+@dataclass
+class OtherLinks(DerivedMachine):
+    """A machine with other links, or another number of machines, than a measured one.
 
     The seconds of a collective are its latency, the price of its first byte, and its seconds per byte. With another
     number of machines the latency changes as the number of messages that follow one another, and the seconds per byte
-    as the bytes of the busiest link; of several algorithms the one counts that gives the least. Seconds per byte are
-    multiplied by ``slower``. Other resources, such as cores, have as much work as before, and no collective is faster
-    than these can be.
+    as the bytes of the busiest link; of several algorithms the one counts that gives the least. With another bandwidth
+    the seconds per byte of the changed link are longer or shorter. Other resources, such as cores, have as much work as
+    before, and no collective is faster than these can be.
 
     Attributes:
-        base: the measured machine.
-        name: the name of this machine.
-        topology: its machines and devices.
-        slower: seconds per byte of the changed link, relative to those of ``base``.
+        bandwidth_bit_per_s: the bits per second of the changed link; ``None`` for those of the measured machine.
+        machines: the number of machines; ``None`` for that of the measured machine.
+
+    Raises:
+        MachineError: the prices of such a machine cannot be derived.
     """
 
-    base: Machine
-    name: str
-    topology: Topology
-    slower: float
+    bandwidth_bit_per_s: float | None
+    machines: int | None
 
-    estimated = True
-
-    @property
-    def margin(self) -> float:
-        return max(self.base.margin, MARGIN)
-
-    @property
-    def computes_on(self) -> Shared:
-        return self.base.computes_on
-
-    @property
-    def capacities(self) -> Mapping[Shared, float]:
-        return self.base.capacities
-
-    @property
-    def overheads(self) -> Overheads:
-        return self.base.overheads
-
-    @property
-    def memory_nbytes(self) -> float | None:
-        return self.base.memory_nbytes
-
-    @property
-    def shared_by(self) -> Mapping[Shared, int]:
-        return self.base.shared_by
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.estimated, self.margin = True, max(self.margin, MARGIN)
+        self._slower = 1.0  # seconds per byte of the changed link, relative to those of the measured machine
+        if self.machines is not None:
+            if 1 in (self.machines, self.topology.machines):
+                raise MachineError(
+                    f"machines: {self.name} was measured on {self.topology.machines} machines. From that, prices on "
+                    f"{self.machines} cannot be derived, because one of the two has no link between machines; measure "
+                    "there, or describe the machine in a file"
+                )
+            self.topology = replace(self.topology, machines=self.machines)
+            self.name = f"{self.name}, machines: {self.machines}"
+        if self.bandwidth_bit_per_s is not None:
+            self._slower = sending_bit_per_s(self.base) / self.bandwidth_bit_per_s
+            self.name = f"{self.name}, {self.bandwidth_bit_per_s / 1e9:g} Gbit/s"
 
     def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
-        price = self.base.collective(step, level, place, wire_nbytes, from_roots)
+        price = super().collective(step, level, place, wire_nbytes, from_roots)
         link = _link(self.topology)
         if self.topology.size(level) == 1 or (link == Shared.INTER and level == Level.INTRA):
             return price
-        latency_s = self.base.collective(step, level, place, np.minimum(wire_nbytes, 1.0), from_roots).alone_s
+        latency_s = super().collective(step, level, place, np.minimum(wire_nbytes, 1.0), from_roots).alone_s
         prices = []
         uses = (self._uses(step, level, topology, link) for topology in (self.base.topology, self.topology))
         for before, after in zip(*uses, strict=True):
             work_s = dict(price.work_s)
             if link in work_s:
-                work_s[link] = work_s[link] * (self.slower * after.mean / before.mean)
-            sending_s = (price.alone_s - latency_s) * (self.slower * after.busiest / before.busiest)
+                work_s[link] = work_s[link] * (self._slower * after.mean / before.mean)
+            sending_s = (price.alone_s - latency_s) * (self._slower * after.busiest / before.busiest)
             alone_s = latency_s * (after.hops / before.hops) + sending_s
             for shared, seconds in work_s.items():
                 alone_s = np.maximum(alone_s, seconds / self.capacities[shared])
             prices.append(Price(alone_s, work_s, price.submit_s))
         return Price.fastest(prices)
 
-    def codec(
-        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
-    ) -> Price:
-        return self.base.codec(work, compressor, place, units, elements, sources)
-
-    def copy(self, resource: Shared, nbytes: Floats) -> Price:
-        return self.base.copy(resource, nbytes)
-
     def _uses(self, step: str, level: Level, topology: Topology, link: Shared) -> list[Use]:
         """The uses of the changed link, one for each algorithm. Only the ratio of two uses counts, so the
         sharing of links does not matter."""
         in_pipeline = self.computes_on != Shared.CORES
-        return [algorithm.uses[link] for algorithm in algorithms_of(step, level, topology, Sharing(), in_pipeline)]
+        return [algorithm.uses[link] for algorithm in algorithms_of(step, level, topology, in_pipeline)]

@@ -105,7 +105,7 @@ def test_one_disturbed_size_hardly_changes_the_slope(disturbed):
 
 def test_sizes_at_the_latency_tell_no_slope():
     curve = Curve((1e3, 1e4, 1e5, 1e6), (1e-3, 1.1e-3, 1.2e-3, 1e-2), (0.0,) * 4)
-    assert curve.slope_s == pytest.approx(8.8e-3 / 9e5)
+    assert np.diff(curve.wall(np.array([1e6, 2e6])))[0] == pytest.approx(8.8e-3 / 9e5 * 1e6)
 
 
 def test_a_collective_works_on_its_link_beyond_its_latency():

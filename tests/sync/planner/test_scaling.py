@@ -17,7 +17,7 @@ from gckernels.sync.planner.machines.files import load_machine, machine_from_tex
 from gckernels.sync.planner.machines.machine import Machine, MachineError, Price, Shared
 from gckernels.sync.planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
 from gckernels.sync.planner.machines.schema import description_to_json
-from gckernels.sync.predictive.resting_machine import RestingMachine
+from gckernels.sync.predictive.planning import RestingMachine
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import KINDS, Collective, Level, Place
 from gckernels.sync.programs.topology import Topology
@@ -34,10 +34,10 @@ def described(name: str = "h100-400gbit") -> Description:
 
 def measured(machine: Description) -> Machine:
     """The same prices from an object that is no description, like a profile."""
-    names = ("name", "topology", "computes_on", "capacities", "overheads", "shared_by", "collective", "codec", "copy")
-    return cast(
-        Machine, SimpleNamespace(estimated=False, margin=0.05, **{name: getattr(machine, name) for name in names})
-    )
+    names = ("name", "topology", "computes_on", "capacities", "overheads", "memory_nbytes", "shared_by")
+    prices = ("collective", "codec", "copy")
+    same = {name: getattr(machine, name) for name in (*names, *prices)}
+    return cast(Machine, SimpleNamespace(estimated=False, margin=0.05, **same))
 
 
 def assert_same(one: Price, other: Price, what: object = None) -> None:
