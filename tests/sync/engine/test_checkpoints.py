@@ -196,7 +196,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
                 "feedback missing",
                 "step, world_size, plan, units missing",
                 "plan must be a dict, got NoneType",
-                "version 1",
+                "version must be an integer from 1 to 2, got 0; save it again",
                 "the plan is for Topology(machines=2, devices=2), but the job had 2 ranks",
                 "the plan keeps no worker residual of layers.0.weight, but the state has one",
                 "layers.0.weight: compressor in the saved plan: EFSignSGD, in the current one: BlockQuant",
