@@ -116,7 +116,7 @@ def rounds_of(launch: Launch) -> tuple[int, int]:
     """
     if _name(launch) != _CHUNKTOPK:
         return 1, 1
-    return (9, 2) if launch.constexprs["GROUP"] <= NUMEL_OF_PROGRAM.value else (5, 4)
+    return (9, 2) if launch.constexprs["C"].group <= NUMEL_OF_PROGRAM.value else (5, 4)
 
 
 def _name(launch: Launch) -> str:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gckernels import RandomK, chunk_numel
 from gckernels.ops.randomk import begins, positions
 from gckernels.ops.randomk.header import MAX_WORLD, header, seed_of
-from gckernels.ops.randomk.programs import _places, _start_of, reciprocal
+from gckernels.ops.randomk.positions import places_of, reciprocal, start_of
 from gckernels.toolkit.random import philox
 from helpers import HOST_PARAM, KERNEL_PARAM, assert_equal, decode, decode_one, encode
 
@@ -68,10 +68,10 @@ def test_kernels_divide_by_a_product(number, divisor):
 @triton.jit
 def _places_kernel(out_ptr, seed, first, shift, size, k, inverse_k, LANES: tl.constexpr):
     seed, first, shift, size, k = (tl.full((), each, tl.int64) for each in (seed, first, shift, size, k))
-    begin, rest = _start_of(first, shift, size, k, inverse_k)
+    begin, rest = start_of(first, shift, size, k, inverse_k)
     lanes = tl.arange(0, LANES)
     groups = (first + lanes).to(tl.uint32)
-    places = _places(seed, groups, lanes.to(tl.int64), begin, rest, size, k, size // k, inverse_k)
+    places = places_of(seed, groups, lanes.to(tl.int64), begin, rest, size, k, size // k, inverse_k)
     tl.store(out_ptr + lanes, places.to(tl.int32, bitcast=True))
 
 

@@ -1,31 +1,34 @@
 """The kernels of :mod:`~gckernels.ops.chunktopk`: a Triton program encodes or decodes one group, or several small ones
-together."""
+together.
+
+``launchers.py`` launches them for one unit, and ``batch_kernels.py`` calls them for many units in one launch. ``C``
+holds the compile-time arguments, see ``launchers.py``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from ...codec import Decoding, Encoding
-from ...toolkit.kernels.launch import launch, temporary
-from ...toolkit.payload import STATUS_OK, PayloadLayout
-from ...toolkit.tiles import chunk_step
-from .groups import NUMEL_OF_PROGRAM, groups_per_program
-from .programs import decode_program, encode_program
-from .selecting import list_numel, parts_of
+from ...toolkit import bitpack
+from ...toolkit.kernels.exchange import exchange_barrier
+from ...toolkit.kernels.places import place_of
+from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
+from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, both, is_finite, to_fp32
+from ...toolkit.payload import STATUS_OK
+from ...toolkit.tiles import load_tile, remaining, store_tile
+from .groups import NUMEL_OF_PROGRAM, as_groups, for_elements, for_rows, offsets_of
+from .pack12 import load12, store12
+from .selecting import select
 
-_ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
-"""How many of the lowest bits of numbers of a dtype are 0 in fp32."""
+_STATUS = tl.constexpr(STATUS_OK)
 
-_MAXNREG = 192
-"""Limit of a program's registers: by itself, ptxas gives one without a residual too few, and spills a value."""
 
-_ENTRIES_OF_WARP = 128  # in a decoder
-
-_SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
+@triton.jit
+def _zero_tail(field_ptr, used, nbytes):
+    """Zero the bytes of a field after the first ``used``; they are fewer than 16."""
+    offsets = used + tl.arange(0, 16)
+    tl.store(field_ptr + offsets, tl.zeros((16,), tl.uint8), mask=offsets < nbytes)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -33,7 +36,7 @@ def _encode_kernel(
     grad_ptr,
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    scratch_ptr,  # int16 [chunks, programs, LISTED]
+    list_ptr,  # int16 [chunks, programs, C.listed]; of this program alone, if it has a place
     numel,
     chunk_numel,
     payload_stride,
@@ -43,33 +46,209 @@ def _encode_kernel(
     indices_nbytes,
     values_offset,
     values_nbytes,
-    STATUS: tl.constexpr,
-    SCALES_OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    K: tl.constexpr,
-    LOG2_K_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LISTED: tl.constexpr,
-    BITS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    WAITS: tl.constexpr,
+    C: tl.constexpr,
+    place=None,
 ):
-    program, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    scratch_ptr += (chunk * tl.num_programs(0) + program) * LISTED
-    encode_program(
-        grad_ptr, residual_ptr, payload_ptr, scratch_ptr, program, chunk, numel, chunk_numel, payload_stride,
-        num_groups, scales_nbytes, indices_offset, indices_nbytes, values_offset, values_nbytes, STATUS, SCALES_OFFSET,
-        GROUP, GROUPS, K, LOG2_K_PAD, PARTS, SHIFT, BITS, HAS_RESIDUAL, WAITS
-    )  # fmt: skip
+    GROUP: tl.constexpr = C.group
+    GROUPS: tl.constexpr = C.groups
+    K: tl.constexpr = C.k
+    BITS: tl.constexpr = C.bits
+    program, programs, chunk = place_of(place)
+    if place is None:
+        program = program.to(tl.int64)
+        list_ptr += (chunk * programs + program) * C.listed
+    NUMEL: tl.constexpr = GROUP * GROUPS
+    # as many neighbours as threads access at a time: 16 bytes, of residuals if there are any
+    RUN: tl.constexpr = 4 if C.has_residual else 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
+    chunk_first = chunk * chunk_numel
+    grad_ptr += chunk_first + program * NUMEL
+    residual_ptr += chunk_first + program * NUMEL
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), program * NUMEL, NUMEL)
+    offsets = offsets_of(GROUP, GROUPS, RUN)
+    values = load_tile(grad_ptr, offsets, here, NUMEL)
+    if C.has_residual:
+        values += load_tile(residual_ptr, offsets, here, NUMEL)
+    K_PAD: tl.constexpr = 2**C.log2_k_pad
+    largest = select(values, grad_ptr, residual_ptr, here, list_ptr, C)
+    rows = tl.arange(0, GROUPS)[:, None]
+    entries, pairs = tl.arange(0, K_PAD)[None, :], tl.arange(0, K_PAD // 2)[None, :]
+    list_ptr += rows * K
+    indices = tl.load(list_ptr + entries, mask=entries < K, other=0).to(tl.int32)
+    even = tl.load(list_ptr + 2 * pairs, mask=pairs < K // 2, other=0).to(tl.int32) & (GROUP - 1)
+    odd = tl.load(list_ptr + 2 * pairs + 1, mask=pairs < K // 2, other=0).to(tl.int32) & (GROUP - 1)
+    inside = (entries < K) & (indices < here)
+    sent = to_fp32(tl.load(grad_ptr + indices, mask=inside, other=0.0))
+    if C.has_residual:
+        old = tl.load(residual_ptr + indices, mask=inside, other=0.0)
+        sent += old
+
+    payload_ptr += chunk * payload_stride
+    group = program * GROUPS + rows
+    exists = group < num_groups  # a payload without elements has only a header
+    largest = for_rows(largest)
+    if BITS == 16:
+        finite = largest < INF_BITS
+        bits = bf16_bits(sent)
+        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16)) + group * K
+        tl.store(values_ptr + entries, tl.where(finite, bits, 0x7FC0).to(tl.int16), mask=(entries < K) & exists)
+        decoded = bf16_value(bits)
+    else:
+        if BITS == 2:
+            total = pairwise_sum(tl.abs(sent), GROUPS, C.log2_k_pad)[:, None]
+            scale = zero_below_normal(tl.div_rn(total, tl.full(total.shape, K, tl.float32)))
+        else:
+            scale = absmax_scale(largest.to(tl.float32, bitcast=True), BITS)
+        finite = is_finite(scale)
+        scale = tl.where(finite, scale, float("nan"))
+        tl.store((payload_ptr + C.scales_offset).to(tl.pointer_type(tl.float32)) + group, scale, mask=exists)
+        codes = tl.where(finite & (entries < K), quantize_codes(sent, scale, BITS), 0)
+        packed = tl.reshape(bitpack.pack_bits(codes, GROUPS, K_PAD, BITS), (GROUPS, K_PAD * BITS // 8))
+        code_bytes = tl.arange(0, K_PAD * BITS // 8)[None, :]
+        values_ptr = payload_ptr + values_offset + group * (K * BITS // 8)
+        tl.store(values_ptr + code_bytes, packed, mask=(code_bytes < K * BITS // 8) & exists)
+        decoded = dequantize_codes(codes, scale, BITS)
+    even, odd = tl.where(finite, even, 2 * pairs), tl.where(finite, odd, 2 * pairs + 1)
+    store12(payload_ptr + indices_offset + group * (K // 2 * 3), pairs, even, odd, (pairs < K // 2) & exists)
+    if C.has_residual:
+        left = sent - decoded
+        kept = tl.where(is_finite(left), left, old)
+        exchange_barrier(C.waits)  # all threads have read what they add
+        _store_residuals(grad_ptr, residual_ptr, offsets, values, here, tl.reshape(finite, (GROUPS,)), GROUP, GROUPS)
+        exchange_barrier(C.waits)
+        tl.store(residual_ptr + indices, kept, mask=inside & finite)
+
+    if program == 0:
+        words = tl.arange(0, 4)
+        tl.store(payload_ptr.to(tl.pointer_type(tl.int32)) + words, tl.where(words == 0, _STATUS, 0))
+    if (program + 1) * GROUPS >= num_groups:
+        _zero_tail(payload_ptr + indices_offset, num_groups * (K // 2 * 3), indices_nbytes)
+        if BITS < 16:
+            _zero_tail(payload_ptr + C.scales_offset, num_groups * 4, scales_nbytes)
+            _zero_tail(payload_ptr + values_offset, num_groups * (K * BITS // 8), values_nbytes)
+
+
+@triton.jit
+def _store_residuals(grad_ptr, residual_ptr, offsets, values, here, finite, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """Store the sums of gradients and residuals as the residuals of groups that are ``finite [GROUPS]``."""
+    if tl.min(finite.to(tl.int32), 0) > 0:
+        if GROUP > NUMEL_OF_PROGRAM:
+            # read again, from the cache: keeping them in registers would lower the occupancy
+            PIECE: tl.constexpr = 1024
+            lanes = tl.arange(0, PIECE)
+            for piece in tl.static_range(0, GROUP, PIECE):
+                count = tl.minimum(tl.maximum(here - piece, 0), PIECE)
+                new = load_tile(grad_ptr + piece, lanes, count, PIECE)
+                new += load_tile(residual_ptr + piece, lanes, count, PIECE)
+                store_tile(residual_ptr + piece, lanes, new, count, PIECE)
+        else:
+            store_tile(residual_ptr, offsets, values, here, GROUP * GROUPS)
+    elif GROUPS > 1:
+        places = as_groups(offsets, GROUP, GROUPS)
+        mask = (places < here) & for_elements(finite)
+        tl.store(residual_ptr + places, as_groups(values, GROUP, GROUPS), mask=mask)
+
+
+@triton.jit
+def _load_entries(
+    payload_ptr,
+    groups,
+    indices_offset,
+    values_offset,
+    exists,
+    is_there,
+    C: tl.constexpr,
+):
+    """``(indices, values, whether the group decodes to NaN)`` of groups of a payload, ``[groups, C.k_pad]``.
+
+    They are zeros for groups that do not exist, and if the payload is not there. ``groups`` and ``exists`` are
+    ``[groups, 1]``.
+    """
+    K: tl.constexpr = C.k
+    BITS: tl.constexpr = C.bits
+    entries = tl.arange(0, C.k_pad)[None, :]
+    exists = both(exists, is_there)
+    mask = exists & (entries < K)
+    status = tl.load(payload_ptr.to(tl.pointer_type(tl.int32)), mask=is_there, other=_STATUS)
+    indices_ptr = payload_ptr + indices_offset + groups * (K // 2 * 3)
+    indices = load12(indices_ptr, entries, mask)
+    follows = mask & (entries > 0)  # an index that repeats, or is in another order, is damaged
+    repeats = follows & (load12(indices_ptr, entries - 1, follows) >= indices)
+    if BITS == 16:
+        values_ptr = (payload_ptr + values_offset).to(tl.pointer_type(tl.int16)) + groups * K
+        bits = tl.load(values_ptr + entries, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        values = bf16_value(bits)
+    else:
+        scales_ptr = (payload_ptr + C.scales_offset).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales_ptr + groups, mask=exists, other=0.0)
+        values_ptr = payload_ptr + values_offset + groups * (K * BITS // 8)
+        packed = tl.load(values_ptr + entries * BITS // 8, mask=mask, other=0).to(tl.int32)
+        values = dequantize_codes((packed >> (entries * BITS % 8)) & (2**BITS - 1), scale, BITS)
+    return indices, values, repeats | (values != values) | (status != _STATUS)
+
+
+@triton.jit
+def decode_program(
+    payload_ptr,
+    out_ptr,
+    scratch_ptr,  # fp32 [GROUPS * GROUP], of this program alone
+    program,
+    chunk,
+    numel,
+    chunk_numel,
+    num_sources,
+    source_stride,
+    chunk_stride,
+    indices_offset,
+    values_offset,
+    scale,
+    C: tl.constexpr,
+):
+    """Decode and merge ``C.groups`` groups of a chunk. ``program`` and ``chunk`` are int64."""
+    GROUP: tl.constexpr = C.group
+    GROUPS: tl.constexpr = C.groups
+    K: tl.constexpr = C.k
+    NUMEL: tl.constexpr = GROUP * GROUPS
+    chunk_first = chunk * chunk_numel
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), program * NUMEL, NUMEL)
+    rows, entries, lanes = tl.arange(0, GROUPS)[:, None], tl.arange(0, C.k_pad)[None, :], tl.arange(0, NUMEL)
+    exists = rows * GROUP < here
+    groups = program * GROUPS + rows
+    source_ptr = payload_ptr + chunk * chunk_stride
+    tl.store(scratch_ptr + lanes, tl.zeros((NUMEL,), tl.float32))
+    indices, values, damaged = _load_entries(
+        source_ptr, groups, indices_offset, values_offset, exists, num_sources > 0, C
+    )
+    exchange_barrier(C.waits)
+    for source in range(num_sources):
+        # load the entries of the next source while these are added
+        source_ptr += source_stride
+        more = source + 1 < num_sources
+        next_indices, next_values, next_damaged = _load_entries(
+            source_ptr, groups, indices_offset, values_offset, exists, more, C
+        )
+        slots = scratch_ptr + rows * GROUP + indices
+        inside = exists & (entries < K) & (indices < GROUP)
+        tl.store(slots, tl.load(slots, mask=inside, other=0.0) + values, mask=inside)
+        exchange_barrier(C.waits)
+        indices, values, damaged = next_indices, next_values, damaged | next_damaged
+    is_damaged = tl.max(damaged.to(tl.int32), 1)[:, None] > 0
+    out_ptr += chunk_first + program * NUMEL
+    PIECE: tl.constexpr = NUMEL_OF_PROGRAM
+    offsets = rows * GROUP + tl.arange(0, PIECE // GROUPS)[None, :]
+    for piece in tl.static_range(0, NUMEL, PIECE):
+        count = tl.minimum(tl.maximum(here - piece, 0), PIECE)
+        total = tl.where(is_damaged, float("nan"), tl.load(scratch_ptr + piece + offsets)) * scale
+        if C.accumulate:
+            total += load_tile(out_ptr + piece, offsets, count, PIECE)
+        store_tile(out_ptr + piece, offsets, total, count, PIECE)
+    exchange_barrier(C.waits)  # all threads have read the scratch before the next groups clear it
 
 
 @triton.jit(do_not_specialize=["programs", "num_items", "num_sources"])
 def _decode_kernel(
     payload_ptr,
     out_ptr,
-    scratch_ptr,  # fp32 [at once, GROUPS * GROUP]
+    scratch_ptr,  # fp32 [at once, C.groups * C.group]
     numel,
     chunk_numel,
     programs,  # per chunk
@@ -80,135 +259,12 @@ def _decode_kernel(
     indices_offset,
     values_offset,
     scale,
-    STATUS: tl.constexpr,
-    SCALES_OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    BITS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    WAITS: tl.constexpr,
+    C: tl.constexpr,
 ):
-    scratch_ptr += tl.program_id(0).to(tl.int64) * (GROUPS * GROUP)
+    scratch_ptr += tl.program_id(0).to(tl.int64) * (C.groups * C.group)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         program, chunk = (item % programs).to(tl.int64), (item // programs).to(tl.int64)
         decode_program(
             payload_ptr, out_ptr, scratch_ptr, program, chunk, numel, chunk_numel, num_sources, source_stride,
-            chunk_stride, indices_offset, values_offset, scale, STATUS, SCALES_OFFSET, GROUP, GROUPS, K, K_PAD, BITS,
-            ACCUMULATE, WAITS
+            chunk_stride, indices_offset, values_offset, scale, C
         )  # fmt: skip
-
-
-# -------------------------------------------------------------------- launchers
-
-
-def encode(unit: Encoding, scale: float = 1.0) -> None:
-    """Launch the encoding of a unit."""
-    compressor, grad, residual, payload, size = unit.compressor, unit.grad, unit.residual, unit.payload, unit.size
-    numel, chunks = grad.numel(), payload.shape[0]
-    num_groups = groups_of(compressor, size)
-    programs = encode_programs_of(compressor, size)
-    constants = encode_constants(compressor, grad.dtype, residual is not None)
-    scratch = temporary(chunks, programs, constants["LISTED"], dtype=torch.int16, device=grad.device)
-    launch(
-        _encode_kernel,
-        (programs, chunks),
-        *(grad, grad if residual is None else residual, payload, scratch),
-        *(numel, chunk_step(size, chunks), payload.stride(0), num_groups, *fields_of(compressor, size)),
-        **constants,
-    )
-
-
-def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Launch the decoding and merging of a unit."""
-    compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
-    sources, chunks, _ = payloads.shape
-    layout, programs = compressor.layout(size), programs_of(compressor, min(size, out.numel()))
-    at_once, room = decode_scratch(compressor, chunks * programs)
-    scratch = temporary(at_once, room, dtype=torch.float32, device=out.device)
-    launch(
-        _decode_kernel,
-        (at_once,),
-        *(payloads, out, scratch, out.numel(), chunk_step(size, chunks), programs, chunks * programs),
-        *(sources, payloads.stride(0), payloads.stride(1), layout["indices"].offset, layout["values"].offset),
-        scale,
-        **decode_constants(compressor, accumulate),
-    )
-
-
-def groups_of(compressor, size: int) -> int:
-    """The number of groups of ``size`` elements."""
-    return -(-size // compressor.chunk)
-
-
-def programs_of(compressor, size: int) -> int:
-    """The number of programs that encode or decode ``size`` elements."""
-    return -(-size // (compressor.chunk * groups_per_program(compressor.chunk)))
-
-
-def encode_programs_of(compressor, size: int) -> int:
-    """The number of programs that encode ``size`` elements, one at least, which writes the header."""
-    return max(1, programs_of(compressor, size))
-
-
-def decode_scratch(compressor, programs: int) -> tuple[int, int]:
-    """How many of the programs that decode are there at once, and how many elements each has room for."""
-    numel = compressor.chunk * groups_per_program(compressor.chunk)
-    return min(programs, _SCRATCH_NUMEL // numel), numel
-
-
-def fields_of(compressor, size: int) -> tuple[int, ...]:
-    """Numbers about a payload: ``scales_nbytes`` to ``values_nbytes`` of the kernel that encodes."""
-    layout = compressor.layout(size)
-    indices, values = layout["indices"], layout["values"]
-    return _scales_place(layout)[1], indices.offset, indices.nbytes, values.offset, values.nbytes
-
-
-def encode_constants(compressor, dtype: torch.dtype, has_residual: bool) -> dict[str, Any]:
-    """Compile-time arguments and options of kernels that encode."""
-    parts = parts_of(compressor.chunk, compressor.k)
-    return _constants(compressor) | {
-        "LOG2_K_PAD": (compressor.k - 1).bit_length(),
-        "PARTS": parts,
-        "SHIFT": 0 if has_residual else _ZERO_BITS[dtype],
-        "LISTED": list_numel(compressor.chunk, compressor.k),
-        "HAS_RESIDUAL": has_residual,
-        "num_warps": _encode_warps(compressor.chunk, parts),
-        "maxnreg": _MAXNREG if parts and not has_residual else None,
-    }
-
-
-def decode_constants(compressor, accumulate: bool) -> dict[str, Any]:
-    """Compile-time arguments and options of kernels that decode."""
-    k_pad = triton.next_power_of_2(compressor.k)
-    return _constants(compressor) | {
-        "K_PAD": k_pad,
-        "ACCUMULATE": accumulate,
-        # each warp does all that is done once for a source, so there are only as many as have some entries each
-        "num_warps": max(1, min(8, k_pad * groups_per_program(compressor.chunk) // _ENTRIES_OF_WARP)),
-    }
-
-
-def _constants(compressor) -> dict[str, Any]:
-    return {
-        "STATUS": STATUS_OK,
-        "SCALES_OFFSET": _scales_place(compressor.layout(0))[0],
-        "GROUP": compressor.chunk,
-        "GROUPS": groups_per_program(compressor.chunk),
-        "K": compressor.k,
-        "BITS": compressor.value_bits,
-        "exchanges": True,
-    }
-
-
-def _encode_warps(group: int, parts: int) -> int:
-    """Warps of a program that encodes. With few of them, what they do for few elements takes less of the others' time,
-    and so does counting in shared memory."""
-    return 1 if group <= NUMEL_OF_PROGRAM.value else group // (2048 if parts else 512)
-
-
-def _scales_place(layout: PayloadLayout) -> tuple[int, int]:
-    """Offset and size in bytes of the scales, (0, 0) if there are none."""
-    found = [(field.offset, field.nbytes) for field in layout.fields if field.name == "scales"]
-    return found[0] if found else (0, 0)

@@ -84,57 +84,53 @@ def _search(keys, low, high, count_low, wanted, enough, SHIFT: tl.constexpr, FIR
 
 
 @triton.jit
-def _one_per_thread(words, list_ptr, WORDS: tl.constexpr, WAITS: tl.constexpr):
-    """The words as ``[WORDS]``, such that no two threads have the same one. Before, all threads that have set a word's
-    bits have it."""
-    exchange_barrier(WAITS)  # all threads have read what was there
+def _one_per_thread(words, list_ptr, C: tl.constexpr):
+    """All words as a vector, such that no two threads have the same one.
+
+    Before, all threads that have set a word's bits have it.
+    """
+    WORDS: tl.constexpr = C.groups * C.group // 32
+    exchange_barrier(C.waits)  # all threads have read what was there
     places = tl.arange(0, WORDS)
     # in an order in which threads load one word at a time
     words_ptr = list_ptr.to(tl.pointer_type(tl.int32)) + places % 32 * (WORDS // 32) + places // 32
     tl.store(words_ptr, tl.reshape(words, (WORDS,)))
-    exchange_barrier(WAITS)
+    exchange_barrier(C.waits)
     return tl.load(words_ptr)
 
 
 @triton.jit
-def _list(words, list_ptr, WORDS: tl.constexpr, WAITS: tl.constexpr):
-    """List the indices of the ones among the bits of ``words [WORDS]``, in order."""
+def _list(words, list_ptr, C: tl.constexpr):
+    """List the indices of the ones among the bits of all words, in order."""
+    WORDS: tl.constexpr = C.groups * C.group // 32
     first = tl.arange(0, WORDS) * 32
     ones = num_ones(words)
     places = tl.cumsum(ones, 0) - ones
-    exchange_barrier(WAITS)  # all threads have read what was there
+    exchange_barrier(C.waits)  # all threads have read what was there
     AT_ONCE: tl.constexpr = 4 if WORDS == 32 else 1
     for _ in range(tl.cdiv(tl.max(ones, 0), AT_ONCE)):
         for _ in tl.static_range(AT_ONCE):  # every word loses its lowest one
             tl.store(list_ptr + places, (first + lowest_one(words)).to(tl.int16), mask=words != 0)
             places += 1
             words = words & (words - 1)
-    exchange_barrier(WAITS)
+    exchange_barrier(C.waits)
 
 
 @triton.jit
-def _list_largest(
-    keys,
-    low,
-    high,
-    list_ptr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    K: tl.constexpr,
-    SHIFT: tl.constexpr,
-    WAITS: tl.constexpr,
-):
+def _list_largest(keys, low, high, list_ptr, C: tl.constexpr):
     """List the entries of groups, one group after the other; ``keys`` are the magnitudes of all their elements."""
-    WORDS: tl.constexpr = GROUPS * GROUP // 32
-    low, high, count_low, count_high = _search(keys, low, high, low * 0 + GROUP, K, K, SHIFT, 1)
-    words = _one_per_thread(words_of(_reach(keys, low)), list_ptr, WORDS, WAITS)
+    GROUP: tl.constexpr = C.group
+    GROUPS: tl.constexpr = C.groups
+    K: tl.constexpr = C.k
+    low, high, count_low, count_high = _search(keys, low, high, low * 0 + GROUP, K, K, C.shift, 1)
+    words = _one_per_thread(words_of(_reach(keys, low)), list_ptr, C)
     if any_of(count_low > K):  # the first ones among those that are equal are entries
         equal = _reach(keys, low) & ~_reach(keys, high) & for_elements(count_low > K)
-        ties = _one_per_thread(words_of(equal), list_ptr, WORDS, WAITS)
+        ties = _one_per_thread(words_of(equal), list_ptr, C)
         ones = tl.reshape(num_ones(ties), (GROUPS, GROUP // 32))
         missing = K - for_rows(count_high) - (tl.cumsum(ones, 1) - ones)
-        words = (words & ~ties) | lowest_ones(ties, tl.reshape(missing, (WORDS,)))
-    _list(words, list_ptr, WORDS, WAITS)
+        words = (words & ~ties) | lowest_ones(ties, tl.reshape(missing, (GROUPS * GROUP // 32,)))
+    _list(words, list_ptr, C)
 
 
 @triton.jit
@@ -144,26 +140,24 @@ def select(
     residual_ptr,
     here,  # elements in the tensors; all others are 0
     list_ptr,  # int16 [list_numel], of this program alone
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    PARTS: tl.constexpr,
-    SHIFT: tl.constexpr,  # lowest bits of all values that are 0
-    HAS_RESIDUAL: tl.constexpr,
-    WAITS: tl.constexpr,
+    C: tl.constexpr,  # ``C.shift`` is how many of the lowest bits of all values are 0
 ):
-    """List the indices of the ``K`` entries of each group, and return its largest magnitude, as int32."""
+    """List the indices of the ``C.k`` entries of each group, and return its largest magnitude, as int32."""
+    GROUP: tl.constexpr = C.group
+    GROUPS: tl.constexpr = C.groups
+    K: tl.constexpr = C.k
+    PARTS: tl.constexpr = C.parts
+    SHIFT: tl.constexpr = C.shift
     values = as_groups(values, GROUP, GROUPS)
     if len(values.shape) == 4:
         keys = _magnitudes(values)
-        low, largest = bounds_of(keys, K_PAD)
+        low, largest = bounds_of(keys, 2**C.log2_k_pad)
         low, largest = _bits(low), _bits(largest)
-        _list_largest(keys, low, largest + (1 << SHIFT), list_ptr, GROUP, GROUPS, K, SHIFT, WAITS)
+        _list_largest(keys, low, largest + (1 << SHIFT), list_ptr, C)
     elif PARTS == 0:
         keys = _magnitudes(values)
         largest = _bits(tl.max(keys))
-        _list_largest(keys, largest * 0, largest + (1 << SHIFT), list_ptr, GROUP, 1, K, SHIFT, WAITS)
+        _list_largest(keys, largest * 0, largest + (1 << SHIFT), list_ptr, C)
     else:
         maxima = _magnitudes(max_along(tl.reshape(tl.abs(values), (GROUP // PARTS, PARTS)), 0))
         largest = _bits(tl.max(maxima, 0))
@@ -172,14 +166,14 @@ def select(
         low, _, _, _ = _search(maxima, _bits(tl.min(maxima, 0)), high, parts, K, K + K // 2, SHIFT, 3)
         words, listed = ones_of(_reach(tl.abs(values), low), GROUP // 32)
         if (listed <= PARTS) & (largest < INF_BITS):
-            words = _one_per_thread(words, list_ptr, GROUP // 32, WAITS)
-            _list(words, list_ptr, GROUP // 32, WAITS)
+            words = _one_per_thread(words, list_ptr, C)
+            _list(words, list_ptr, C)
             slots = tl.arange(0, PARTS)
             mask = slots < listed
             indices = tl.load(list_ptr + slots).to(tl.int32)  # any numbers behind those that are listed
             inside = mask & (indices < here)
             entries = to_fp32(tl.load(grad_ptr + indices, mask=inside, other=0.0))
-            if HAS_RESIDUAL:
+            if C.has_residual:
                 entries += tl.load(residual_ptr + indices, mask=inside, other=0.0)
             keys = tl.where(mask, _magnitudes(entries), -1.0)
             low, high, _, count = _search(keys, low, high, listed, K, K, SHIFT, 3)
@@ -189,10 +183,10 @@ def select(
             ranks = tl.cumsum(is_sure.to(tl.int32) + is_tie.to(tl.int32) * 65536, 0)
             ties = ranks >> 16
             slots = (ranks & 0xFFFF) + tl.minimum(ties, K - count) - 1
-            exchange_barrier(WAITS)  # all threads have read the candidates
+            exchange_barrier(C.waits)  # all threads have read the candidates
             chosen = is_sure | (is_tie & (ties <= K - count))
             tl.store(list_ptr + slots, indices.to(tl.int16), mask=chosen)
-            exchange_barrier(WAITS)
+            exchange_barrier(C.waits)
         else:
-            _list_largest(_magnitudes(values), low * 0, high, list_ptr, GROUP, 1, K, SHIFT, WAITS)
+            _list_largest(_magnitudes(values), low * 0, high, list_ptr, C)
     return largest

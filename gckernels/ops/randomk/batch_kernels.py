@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ...batch import grouped
 from ...codec import SEED_MASK, Decoding, Encoding, Recoding, Work
+from ...toolkit.constants import constants
 from ...toolkit.kernels.batch import (
     DTYPES,
     KernelBackend,
@@ -19,7 +20,7 @@ from ...toolkit.kernels.batch import (
     aligned,
     alignment,
     alignment_of,
-    find_row,
+    find_place,
     find_row_of,
     load_count,
     load_pointer,
@@ -27,14 +28,14 @@ from ...toolkit.kernels.batch import (
 )
 from ...toolkit.kernels.launch import bind_launch
 from ...toolkit.kernels.launch_batch import LaunchBackend
-from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.tiles import chunk_step
-from . import kernels
-from .kernels import EMITTED_TILE, NUM_WARPS, TILE
-from .programs import accumulate_program, decode_tile, emit_program, reciprocal
+from . import launchers
+from .kernels import _accumulate_kernel, _emit_kernel, decode_tile
+from .positions import NUM_WARPS, TILE, reciprocal
 
 _ENCODE_FIELDS = tl.constexpr(16)
 _DECODE_FIELDS = tl.constexpr(13)
+_TILE = tl.constexpr(TILE)
 
 
 @triton.jit
@@ -47,20 +48,15 @@ def _accumulate_batch_kernel(
     DTYPE: tl.constexpr,  # type of the gradients
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
-    HAS_RESIDUAL: tl.constexpr,
-    WAITS: tl.constexpr,
-    PIECES: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    row, chunk, tile = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
+    row, place = find_place(units_ptr, table_ptr, _ENCODE_FIELDS)
     grad_ptr, residual_ptr = load_pointer(row + 2, DTYPE, ALIGNED), load_pointer(row + 3, tl.float32, ALIGNED)
     numel, chunk_numel, size = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), tl.load(row + 8)
     k, least, inverse_k, inverse_size = tl.load(row + 11), tl.load(row + 12), tl.load(row + 13), tl.load(row + 14)
-    accumulate_program(
-        grad_ptr, residual_ptr, nonfinite_ptr + tl.load(row + 5), tile.to(tl.int64), chunk.to(tl.int64), numel,
-        chunk_numel, size, k, least, inverse_k, inverse_size, seed_of(tl.load(row + 15), added_ptr), scale,
-        HAS_RESIDUAL, WAITS, PIECES, LANES, TILE
+    _accumulate_kernel(
+        grad_ptr, residual_ptr, nonfinite_ptr + tl.load(row + 5), numel, chunk_numel, size, k, least, inverse_k,
+        inverse_size, tl.load(row + 15), scale, C, place, added_ptr
     )  # fmt: skip
 
 
@@ -74,21 +70,18 @@ def _emit_batch_kernel(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    row, chunk, tile = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
+    row, place = find_place(units_ptr, table_ptr, _ENCODE_FIELDS)
     grad_ptr, residual_ptr = load_pointer(row + 2, DTYPE, ALIGNED), load_pointer(row + 3, tl.float32, ALIGNED)
     payload_ptr = load_pointer(row + 4, tl.float32, ALIGNED)
     numel, chunk_numel, size = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), tl.load(row + 8)
     # stores of 16 bytes would take an exchange through shared memory, as every thread reads elements far apart
     payload_stride, payload_count = load_stride(row + 9, 1), load_count(row + 10, 1)
     k, least, inverse_k = tl.load(row + 11), tl.load(row + 12), tl.load(row + 13)
-    seed = seed_of(tl.load(row + 15), added_ptr)
-    emit_program(
-        grad_ptr, residual_ptr, payload_ptr, nonfinite_ptr + tl.load(row + 5), tile.to(tl.int64), chunk.to(tl.int64),
-        numel, chunk_numel, size, payload_stride, payload_count, k, least, inverse_k, seed, scale,
-        HAS_RESIDUAL, TILE
+    _emit_kernel(
+        grad_ptr, residual_ptr, payload_ptr, nonfinite_ptr + tl.load(row + 5), numel, chunk_numel, size, payload_stride,
+        payload_count, k, least, inverse_k, tl.load(row + 15), scale, C, place, added_ptr
     )  # fmt: skip
 
 
@@ -103,13 +96,9 @@ def _decode_batch_kernel(
     DTYPE: tl.constexpr,  # type of the outputs
     ALIGNED: tl.constexpr,
     NUMEL_OF: tl.constexpr,  # divides all sizes
-    ACCUMULATE: tl.constexpr,
-    WAITS: tl.constexpr,
-    PIECES: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
 ):
-    scratch_ptr += tl.program_id(0).to(tl.int64) * TILE
+    scratch_ptr += tl.program_id(0).to(tl.int64) * _TILE
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         row, chunk, tile = find_row_of(item, units_ptr, table_ptr, _DECODE_FIELDS)
         payload_ptr, out_ptr = load_pointer(row + 2, tl.float32, ALIGNED), load_pointer(row + 3, DTYPE, ALIGNED)
@@ -118,15 +107,15 @@ def _decode_batch_kernel(
         decode_tile(
             payload_ptr, out_ptr, scratch_ptr, tile.to(tl.int64), chunk.to(tl.int64), numel, chunk_numel, size,
             num_sources, source_stride, chunk_stride, tl.load(row + 9), tl.load(row + 10), tl.load(row + 11),
-            tl.load(row + 12), scale, ACCUMULATE, WAITS, PIECES, LANES, TILE
+            tl.load(row + 12), scale, C
         )  # fmt: skip
 
 
 class RandomKTriton(KernelBackend):
     """The algorithm as kernels. Small units that are bound together share launches, except where they are recoded."""
 
-    encode = staticmethod(kernels.encode)
-    decode = staticmethod(kernels.decode)
+    encode = staticmethod(launchers.encode)
+    decode = staticmethod(launchers.decode)
 
     def encode_together(self, units: Sequence[Encoding], scale: float, added: torch.Tensor | None) -> list[Work]:
         groups = grouped(units, lambda unit: (unit.grad.dtype, unit.residual is not None, _alignment(unit)))
@@ -152,18 +141,24 @@ def _encode_group(units: Sequence[Encoding], scale: float, added: torch.Tensor |
         inverses = reciprocal(k), reciprocal(unit.size)
         rows.append((*tensors, *sizes, k, unit.size // max(k, 1), *inverses, unit.seed & SEED_MASK))
         tiles.append((triton.cdiv(unit.size, TILE), count))
-        emitted.append((kernels.emit_programs_of(payload.shape[1]), count))
+        emitted.append((launchers.emit_programs_of(payload.shape[1]), count))
     nonfinite = torch.zeros(sum(chunks), dtype=torch.int32, device=device)
     common: dict[str, Any] = {"DTYPE": DTYPES[first.grad.dtype], **aligned(_alignment(first))}
-    common |= {"HAS_RESIDUAL": first.residual is not None, "num_warps": NUM_WARPS}
+    common |= {"num_warps": NUM_WARPS}
+    has_residual = first.residual is not None
     of_grads, of_payloads = Table(tiles, rows, device), Table(emitted, rows, device)
-    groups: dict[str, Any] = kernels.pieces_of(first.compressor) | {"exchanges": True}
+    constants_of_grads = launchers.accumulate_constants(first.compressor, has_residual)
     numbers = nonfinite, scale, added
     accumulating = bind_launch(
-        _accumulate_batch_kernel, of_grads.grid, *of_grads.args, *numbers, TILE=TILE, **groups, **common
+        _accumulate_batch_kernel, of_grads.grid, *of_grads.args, *numbers, C=constants_of_grads, **common
     )
     emitting = bind_launch(
-        _emit_batch_kernel, of_payloads.grid, *of_payloads.args, *numbers, TILE=EMITTED_TILE, **common
+        _emit_batch_kernel,
+        of_payloads.grid,
+        *of_payloads.args,
+        *numbers,
+        C=constants(has_residual=has_residual),
+        **common,
     )
 
     def work() -> None:
@@ -189,7 +184,7 @@ def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> 
         tiles.append((triton.cdiv(min(unit.size, unit.out.numel()), TILE), chunks))
     table = Table(tiles, rows, device)
     (items,) = table.grid
-    programs = kernels.programs_of(items)
+    programs = launchers.programs_of(items)
     scratch = torch.empty(programs, TILE, dtype=torch.float32, device=device)
     arguments: tuple[Any, ...] = (*table.args, scratch, items, first.payloads.shape[0], scale)
     return bind_launch(
@@ -198,11 +193,8 @@ def _decode_group(units: Sequence[Decoding], scale: float, accumulate: bool) -> 
         *arguments,
         DTYPE=DTYPES[first.out.dtype],
         **aligned(alignment_of(first)),
-        ACCUMULATE=accumulate,
-        **kernels.pieces_of(first.compressor),
-        TILE=TILE,
+        C=launchers.decode_constants(first.compressor, accumulate),
         num_warps=NUM_WARPS,
-        exchanges=True,
     )
 
 

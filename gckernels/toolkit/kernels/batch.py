@@ -111,6 +111,13 @@ def find_row(units_ptr, table_ptr, FIELDS: tl.constexpr):
 
 
 @triton.jit
+def find_place(units_ptr, table_ptr, FIELDS: tl.constexpr):
+    """The same pointer as :func:`find_row`, and this program's place (``places.py``), all int32."""
+    row, chunk, program = find_row(units_ptr, table_ptr, FIELDS)
+    return row, (program, tl.load(row + 1).to(tl.int32), chunk)
+
+
+@triton.jit
 def find_row_of(program, units_ptr, table_ptr, FIELDS: tl.constexpr):
     """The same as :func:`find_row`, of another program."""
     row = table_ptr + tl.load(units_ptr + program).to(tl.int64) * FIELDS
