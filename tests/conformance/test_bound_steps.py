@@ -75,7 +75,7 @@ def test_steps_launch_the_same_with_the_same_arguments(compressor, own_launch, m
         added += 1
         assert launches(work) == first, name
         if compressor.traits.stochastic and name == "encode":
-            assert any(each is added for launch in first for each in launch.args)
+            assert any(each is added for launch in first for each in (*launch.args, *launch.constexprs.values()))
 
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])

@@ -40,7 +40,7 @@ class Launch:
         kernel: the Triton function.
         grid: number of programs along each axis.
         args: positional arguments.
-        constexprs: constexpr arguments by name.
+        constexprs: constexpr arguments by name; with them what is added to the seed, None or a tensor.
         num_warps: warps per program.
         maxnreg: maximum number of registers per thread on an NVIDIA GPU. By default ptxas chooses; in kernels with
             nested loops it prefers spilling one or two values to losing occupancy.
