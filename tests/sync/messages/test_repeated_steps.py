@@ -75,7 +75,7 @@ def test_a_step_does_the_same_as_the_step_before(spec, monkeypatch):
         done_in(step, message, seeds)
     launches, calls = done_in(3, message, seeds)
     assert done_in(4, message, seeds) == (launches, calls)
-    reads = any(each is seeds.added() for launch in launches for each in launch.args)
+    reads = any(each is seeds.added() for launch in launches for each in (*launch.args, *launch.constexprs.values()))
     assert reads == gckernels.from_spec(spec).traits.stochastic
     names = [name for name, *_ in calls]
     assert names.count(BEGIN) >= 1 and set(names) <= {BEGIN} | SPECS[spec], names
