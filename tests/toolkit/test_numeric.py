@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.extra import numpy as arrays
 
 from gckernels.toolkit import numeric
@@ -76,6 +76,7 @@ def _round_kernel(x_ptr, out_ptr, ZERO: tl.constexpr, BITS: tl.constexpr, COUNT:
 
 @IMPLEMENTATION
 @pytest.mark.parametrize(("zero", "bits"), [(0, 1), (2, 2), (8, 4), (128, 8), (2**16, 22)])
+@settings(max_examples=20)
 @given(x=arrays.arrays(np.float32, COUNT, elements=st.floats(0, 1, width=32), fill=st.nothing()))
 def test_rounding(implementation, zero, bits, x):
     largest = 2**bits - 1 - zero
