@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from gckernels.sync.stats.decisions import Decision, log
+from gckernels.sync.stats.decisions import Decision
+from gckernels.sync.stats.stats import Figures
 
 DECISION = Decision(12, "plain 266 ms; compress", "auto", "3f9a", predicted_s=0.096, none_s=0.266)
 
@@ -18,7 +20,7 @@ DECISION = Decision(12, "plain 266 ms; compress", "auto", "3f9a", predicted_s=0.
 )
 def test_rank_0_logs_all_and_others_warnings(caplog, rank, level, is_logged):
     with caplog.at_level(logging.DEBUG, logger="gckernels"):
-        log(replace(DECISION, level=level), rank)
+        Figures(SimpleNamespace(runtime=SimpleNamespace(rank=rank))).decide(replace(DECISION, level=level))
     assert caplog.record_tuples == [("gckernels", level, "gckernels: plain 266 ms; compress")] * is_logged
 
 
