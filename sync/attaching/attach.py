@@ -12,15 +12,12 @@ from gckernels.ops import Identity
 
 from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
-from ..frontends.ddp import ddp_checks
 from ..frontends.ddp.ddp_frontend import DdpFrontend
 from ..frontends.frontend import ModelFrontend
-from ..frontends.module import module_checks
-from ..frontends.module.module_checks import ModuleOptions
 from ..frontends.module.module_frontend import ModuleFrontend
 from ..frontends.ownership import end_spent
-from ..frontends.request import Request
-from ..plans.plan import Frontend, Plan
+from ..frontends.request import ModuleOptions, Request
+from ..plans.plan import Plan
 from ..tuning.auto import Auto
 from .attachment import Attachment
 
@@ -110,9 +107,10 @@ def attach(
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
     is_ddp, device = isinstance(model, DistributedDataParallel), device_of(model)
+    kind: type[ModelFrontend] = DdpFrontend if is_ddp else ModuleFrontend
     group = model.process_group if isinstance(model, DistributedDataParallel) else process_group
     request = Request(
-        Frontend.DDP if is_ddp else Frontend.MODULE,
+        kind.kind,
         group or dist.distributed_c10d._get_default_group(),
         device,
         Identity() if isinstance(plan, Auto) else plan,
@@ -122,30 +120,21 @@ def attach(
         can_discard,
         seed,
         0 if isinstance(plan, Auto) else start_step,
+        ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters),
     )
-    options = ModuleOptions(bucket_cap_mb, find_unused_parameters)
 
     def check() -> tuple[Plan, list[str]]:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"attach: model must be a torch.nn.Module, got {type(model).__name__}")
-        lines = _checked_auto(plan, start_step, options) if isinstance(plan, Auto) else []
+        lines = _checked_auto(plan, start_step, request.options) if isinstance(plan, Auto) else []
         if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
             raise TypeError("attach: model is compiled; attach to the DistributedDataParallel model, then compile that")
-        if isinstance(model, DistributedDataParallel):
-            _refuse_module_options(process_group, options)
-            checked, more = ddp_checks.checked_plan(model, request)
-        else:
-            checked, more = module_checks.checked_plan(model, request, options)
+        checked, more = kind.checked_plan(model, request)
         return checked, [*more, *lines]
 
     agreed_plan = agreed("attach", request.group, device, check)
     end_spent(model)
-    frontend: ModelFrontend
-    if isinstance(model, DistributedDataParallel):
-        frontend = DdpFrontend(model, agreed_plan, request)
-    else:
-        frontend = ModuleFrontend(model, agreed_plan, request, options)
-    attachment = Attachment(frontend, request)
+    attachment = Attachment(kind(model, agreed_plan, request), request)
     if isinstance(plan, Auto):
         attachment._tune(model, plan, start_step)
     return attachment
@@ -161,15 +150,3 @@ def _checked_auto(auto: Auto, start_step: int, options: ModuleOptions) -> list[s
             f"together, got {options.bucket_cap_mb!r}"
         )
     return auto.lines(start_step)
-
-
-def _refuse_module_options(process_group: dist.ProcessGroup | None, options: ModuleOptions) -> None:
-    """Raise a ValueError if an argument is given that a DDP model has itself."""
-    given = {"process_group": (process_group, None)}
-    given |= {name: (getattr(options, name), getattr(ModuleOptions(), name)) for name in vars(options)}
-    for name, (value, default) in given.items():
-        if value is not default:
-            raise ValueError(
-                f"attach: {name} must be {default} for a DistributedDataParallel model, which has its own, "
-                f"got {value!r}"
-            )

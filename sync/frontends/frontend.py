@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,8 @@ class ModelFrontend(ABC):
     Every front end has the abstract members. The others are for models that need more than these.
 
     Args:
+        model: the model, which is not kept.
+        plan: the plan that runs first, which all ranks have agreed on.
         request: the settings of the attachment.
 
     Attributes:
@@ -88,11 +90,20 @@ class ModelFrontend(ABC):
     runtime: Runtime
     averaged_nbytes: int
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, model: Any, plan: Plan, request: Request) -> None:
         self.request, self.group, self.device = request, request.group, request.device
         self.calls, self.is_open = NO_CALLS, False
         self._claim: Claim | None = None
         self._let_go: Callable[[], None] = _nothing
+
+    @staticmethod
+    @abstractmethod
+    def checked_plan(model: Any, request: Request, /) -> tuple[Plan, list[str]]:
+        """The plan of a request for a model that is to be attached, and the texts that must be the same on all ranks.
+
+        Raises:
+            TypeError, ValueError, PlanError: the model or the plan is not valid.
+        """
 
     def open(self, calls: FrontendCalls) -> None:
         """Let the runtime get the gradients from the next backward on, and let the model keep the attachment."""

@@ -88,6 +88,38 @@ def uniform_plan(
 
 
 @dataclass(frozen=True)
+class ModuleOptions:
+    """The arguments of ``attach`` that DDP models do not need, because DDP has its own.
+
+    Attributes:
+        process_group: the ranks that average their gradients; ``None`` for all.
+        bucket_cap_mb: MiB of gradients that are launched together; ``None`` for the default.
+        find_unused_parameters: gradients may be missing when backward ends.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    bucket_cap_mb: float | None = None
+    find_unused_parameters: bool = False
+
+    def check(self) -> None:
+        """Raise unless all are valid."""
+        cap, unused = self.bucket_cap_mb, self.find_unused_parameters
+        if not (cap is None or (isinstance(cap, int | float) and cap > 0)):
+            raise ValueError(f"{_CALLER}: bucket_cap_mb must be None or a number above 0, got {cap!r}")
+        if type(unused) is not bool:
+            raise TypeError(f"{_CALLER}: find_unused_parameters must be True or False, got {unused!r}")
+
+    def refuse(self) -> None:
+        """Raise a ValueError if one is given, though the model is a DDP model."""
+        for name, value in vars(self).items():
+            if value is not (default := getattr(ModuleOptions(), name)):
+                raise ValueError(
+                    f"{_CALLER}: {name} must be {default} for a DistributedDataParallel model, which has its own, "
+                    f"got {value!r}"
+                )
+
+
+@dataclass(frozen=True)
 class Request:
     """The arguments of ``attach``, which documents them, and the ranks that have given them.
 
@@ -95,6 +127,7 @@ class Request:
         frontend: the kind of the model.
         group: all ranks that average their gradients.
         device: the device of the gradients.
+        options: the arguments for bare modules.
     """
 
     frontend: Frontend
@@ -107,6 +140,7 @@ class Request:
     can_discard: bool
     seed: int
     start_step: int
+    options: ModuleOptions
 
     @property
     def enabled_scaler(self) -> GradScaler | None:

@@ -25,6 +25,7 @@ from .reducer import comm_hook
 
 def checked_plan(ddp_model: DistributedDataParallel, request: Request) -> tuple[Plan, list[str]]:
     """The plan of a request for a DDP model, and the texts that must be the same on all ranks."""
+    request.options.refuse()
     if ddp_model in attached:
         raise ValueError("attach: model has a gckernels attachment already; a model can have one")
     if ddp_model in recorded:

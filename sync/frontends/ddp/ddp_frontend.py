@@ -31,7 +31,7 @@ from ..ownership import attached
 from ..request import Request
 from .averages import Averages, will_rebuild_buckets
 from .ddp_buckets import DdpBuckets, UnplannedError, listed
-from .ddp_checks import fitting, refuse_foreign_hook
+from .ddp_checks import checked_plan, fitting, refuse_foreign_hook
 from .reducer import can_rebuild, comm_hook, release_comm_hook, use_comm_hook
 from .step_ends import StepEnds, in_join, join_of
 
@@ -46,17 +46,13 @@ class DdpFrontend(ModelFrontend):
     """The communication hook of a DDP model, with its buckets. Construction is collective.
 
     If the plan compresses nothing, DDP averages the gradients itself, without a hook.
-
-    Args:
-        ddp_model: the model, which is not kept.
-        plan: the plan that runs first, which all ranks have agreed on.
-        request: the settings of the attachment.
     """
 
     kind = Frontend.DDP
+    checked_plan = staticmethod(checked_plan)
 
     def __init__(self, ddp_model: DistributedDataParallel, plan: Plan, request: Request) -> None:
-        super().__init__(request)
+        super().__init__(ddp_model, plan, request)
         parameters = ddp_parameters(ddp_model)
         self._members = Members(ddp_model.module, parameters)
         self.averaged_nbytes = sum(in_reals(parameter).nbytes for parameter in parameters.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,28 +15,7 @@ from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
 
 
-@dataclass(frozen=True)
-class ModuleOptions:
-    """The arguments of ``attach`` that DDP models do not need, because DDP has its own.
-
-    Attributes:
-        bucket_cap_mb: MiB of gradients that are launched together; ``None`` for the default.
-        find_unused_parameters: gradients may be missing when backward ends.
-    """
-
-    bucket_cap_mb: float | None = None
-    find_unused_parameters: bool = False
-
-    def check(self) -> None:
-        """Raise unless both are valid."""
-        cap, unused = self.bucket_cap_mb, self.find_unused_parameters
-        if not (cap is None or (isinstance(cap, int | float) and cap > 0)):
-            raise ValueError(f"attach: bucket_cap_mb must be None or a number above 0, got {cap!r}")
-        if type(unused) is not bool:
-            raise TypeError(f"attach: find_unused_parameters must be True or False, got {unused!r}")
-
-
-def checked_plan(model: torch.nn.Module, request: Request, options: ModuleOptions) -> tuple[Plan, list[str]]:
+def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
     """The plan of a request for a bare module, and the texts that must be the same on all ranks."""
     refuse_sharded("attach", model)
     parameters = differentiable(model.named_parameters())
@@ -53,15 +31,13 @@ def checked_plan(model: torch.nn.Module, request: Request, options: ModuleOption
     planned = _planned(request.plan, parameters)
     refuse_claimed("attach", planned)
     refuse_wrapped("attach", planned)
-    options.check()
-    return fitting(request, options, parameters)
+    request.options.check()
+    return fitting(request, parameters)
 
 
-def fitting(
-    request: Request, options: ModuleOptions, parameters: Mapping[str, torch.nn.Parameter]
-) -> tuple[Plan, list[str]]:
+def fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, list[str]]:
     """The plan of a request for some parameters, and the texts that must be the same on all ranks."""
-    plan, cap = request.plan, options.bucket_cap_mb
+    plan, options, cap = request.plan, request.options, request.options.bucket_cap_mb
     if cap is not None and isinstance(plan, Plan) and plan.has_launches:
         raise ValueError(f"attach: bucket_cap_mb must be None for a plan with launches, got {cap}")
     checked, summary = request.checked(_planned(plan, parameters))

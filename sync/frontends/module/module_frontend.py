@@ -25,7 +25,7 @@ from ..members import Members
 from ..request import Request
 from .backward import Backward
 from .layouts import Layouts
-from .module_checks import ModuleOptions, fitting
+from .module_checks import checked_plan, fitting
 
 _MIB = 2**20
 _BUCKET_CAP_MB = 25.0
@@ -35,19 +35,13 @@ _BROADCAST_NBYTES = 250 * _MIB
 class ModuleFrontend(ModelFrontend):
     """The hooks of a module's parameters, with their buckets. Construction is collective. Parameters and buffers of the
     module become those of rank 0.
-
-    Args:
-        model: the module, which is not kept.
-        plan: the plan that runs first, which all ranks have agreed on.
-        request: the settings of the attachment.
-        options: the arguments that only bare modules have.
     """
 
     kind = Frontend.MODULE
+    checked_plan = staticmethod(checked_plan)
 
-    def __init__(self, model: torch.nn.Module, plan: Plan, request: Request, options: ModuleOptions) -> None:
-        super().__init__(request)
-        self._options = options
+    def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
+        super().__init__(model, plan, request)
         self._members = Members(model, differentiable(model.named_parameters()))
         _sync_module_states(model, self.group, _BROADCAST_NBYTES, 0, set())
         self._hooks: list[RemovableHandle] = []
@@ -93,7 +87,7 @@ class ModuleFrontend(ModelFrontend):
     # ---------------------------------------------------------------- changes of the plan
 
     def checked(self, request: Request) -> tuple[Plan, list[str]]:
-        return fitting(request, self._options, self.parameters())
+        return fitting(request, self.parameters())
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
         runtime.follow(self.runtime)
@@ -110,9 +104,9 @@ class ModuleFrontend(ModelFrontend):
 
     def _new_backward(self, runtime: Runtime) -> Backward:
         """The backward passes of a runtime, with its buckets."""
-        layouts = Layouts(runtime, self._members, (self._options.bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
-        find_unused, ended = self._options.find_unused_parameters, weakly(self._end_step)
-        return Backward(runtime, self._members, layouts, find_unused, ended)
+        options = self.request.options
+        layouts = Layouts(runtime, self._members, (options.bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
+        return Backward(runtime, self._members, layouts, options.find_unused_parameters, weakly(self._end_step))
 
     def _take(self, backward: Backward) -> None:
         """Let the runtime of these backward passes execute its plan."""
