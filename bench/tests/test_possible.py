@@ -22,6 +22,7 @@ from gckernels.sync.programs.steps import Broadcast
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.shipped_traces import trace_names
 from gckernels.sync.traces.traced_tensors import TracedTensor
+from planning import PLANNED
 
 TOPOLOGIES = [Topology(2), Topology(1, 4), Topology(2, 2), Topology(3, 2), Topology(2, 4), Topology(5, 4)]
 ROUNDING = 1.0 - 1e-9
@@ -79,7 +80,7 @@ def random_plan(draw: random.Random, trace: ModelTrace, topology: Topology, fron
 def check(seeds: range) -> None:
     for seed in seeds:
         draw = random.Random(seed)
-        machine, trace, frontend = random_machine(draw), random_trace(draw), draw.choice(list(Frontend))
+        machine, trace, frontend = random_machine(draw), random_trace(draw), draw.choice(PLANNED)
         plan, pricer = random_plan(draw, trace, machine.topology, frontend), Pricer(machine)
         least_s = max(links_s(plan, trace, machine), ranks_s(plan, trace, pricer, frontend))
         assert timeline(plan, trace, pricer, frontend).step_s >= least_s * ROUNDING, seed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
@@ -12,6 +15,7 @@ from gckernels.ops import Identity
 
 from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
+from ..frontends.checks.models import has_fsdp_modules
 from ..frontends.ddp.ddp_frontend import DdpFrontend
 from ..frontends.frontend import ModelFrontend
 from ..frontends.module.module_frontend import ModuleFrontend
@@ -67,6 +71,10 @@ def attach(
     thawed between steps, the same ones on all ranks; frozen ones cost nothing. If parameters come into the model later,
     backward or the optimizer's step says so, and the model can be attached again.
 
+    **A model of** ``fully_shard`` **over replicas and shards, or of** ``replicate``, stays as FSDP2 has made it. The
+    average over the replicas is compressed, that of the shards is not. Its steps are counted, and its plans are
+    changed, on all ranks of the mesh together. The first step is averaged without compression.
+
     Args:
         model: a DDP model with no communication hook registered yet, or a module with parameters on one device.
         plan: a plan that names all parameters; or a compressor such as ``EFSignSGD()``, or its spec such as
@@ -106,12 +114,12 @@ def attach(
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
-    is_ddp, device = isinstance(model, DistributedDataParallel), device_of(model)
-    kind: type[ModelFrontend] = DdpFrontend if is_ddp else ModuleFrontend
-    group = model.process_group if isinstance(model, DistributedDataParallel) else process_group
+    kind, device = _kind_of(model), device_of(model)
+    averaging, everyone = kind.groups(model, process_group)
     request = Request(
         kind.kind,
-        group or dist.distributed_c10d._get_default_group(),
+        averaging,
+        everyone,
         device,
         Identity() if isinstance(plan, Auto) else plan,
         strict,
@@ -132,12 +140,24 @@ def attach(
         checked, more = kind.checked_plan(model, request)
         return checked, [*more, *lines]
 
-    agreed_plan = agreed("attach", request.group, device, check)
+    agreed_plan = agreed("attach", everyone, device, check)
     end_spent(model)
     attachment = Attachment(kind(model, agreed_plan, request), request)
     if isinstance(plan, Auto):
         attachment._tune(model, plan, start_step)
     return attachment
+
+
+def _kind_of(model: object) -> type[ModelFrontend]:
+    """The front end of a model."""
+    if isinstance(model, DistributedDataParallel):
+        return DdpFrontend
+    if isinstance(model, torch.nn.Module) and has_fsdp_modules(model):
+        sharded: Any = importlib.import_module("gckernels.sync.frontends.sharded.sharded_frontend")  # as FSDP is
+        frontend: type[ModelFrontend] = sharded.ShardedFrontend
+        if sharded.is_replicated(model):
+            return frontend
+    return ModuleFrontend
 
 
 def _checked_auto(auto: Auto, start_step: int, options: ModuleOptions) -> list[str]:

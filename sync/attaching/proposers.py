@@ -19,7 +19,8 @@ from ..tuning.uniform_candidates import UniformCandidates
 def proposers_of(auto: Auto, training: TunedTraining) -> tuple[Proposer, ...]:
     """The proposers that some settings ask for, those first whose plans are to be tried first."""
     uniform = UniformCandidates(training)
-    return (uniform, LaterPlans(training)) if auto.predict else (uniform,)
+    predicts = auto.predict and training.frontend.can_be_traced
+    return (uniform, LaterPlans(training)) if predicts else (uniform,)
 
 
 class LaterPlans:

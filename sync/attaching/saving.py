@@ -54,7 +54,7 @@ class SavedTraining:
 
             def check() -> tuple[tuple[Job, Callable[[], None]], list[str]]:
                 job = self.runtime.read(state)
-                return (job, self.read_notes(job)), [f"step {job.step}", *job.plan.lines()]
+                return (job, self.read_notes(job)), [f"step {job.step}", *self._frontend.common(job.plan).lines()]
 
             job, take_notes = agreed("load_state_dict", self._frontend.group, self._frontend.device, check)
             self.adopt(job.plan)

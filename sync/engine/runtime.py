@@ -55,6 +55,9 @@ class Runtime(RuntimeState):
         can_discard: whether steps may be discarded; then, as with a scaler, each step keeps a copy of the residuals.
 
     Attributes:
+        plan: as given.
+        common_plan: the plan of which ``plan`` is the part of this rank, the same on all ranks of the model; ``plan``
+            itself, unless ranks have shards.
         synchronises: as given.
         step: number of the training step, from 0.
         first_is_dense: whether step 0 is not compressed, whatever ``start_step`` is.
@@ -87,6 +90,7 @@ class Runtime(RuntimeState):
     ) -> None:
         super().__init__(plan, group, device, seed)
         self.synchronises, self.is_draining, self.is_waiting, self.averages_only = synchronises, False, False, False
+        self.common_plan = plan
         self._start_step = max(start_step, plan.start_step)
         self.watch, self.unused = self._feedback.watch, self._feedback.unused
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
@@ -228,7 +232,7 @@ class Runtime(RuntimeState):
     def end_step(self) -> None:
         """Count the training step. Called when all of its messages have been submitted."""
         self.release()
-        self.tracer.end(self.step, self.plan)
+        self.tracer.end(self.step, self.common_plan)
         self.last_sent_nbytes = self._step_nbytes
         if not self.is_exact:
             self._sent_nbytes += self._step_nbytes

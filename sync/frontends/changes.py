@@ -62,12 +62,12 @@ class PlanChanges:
     @property
     def plan(self) -> Plan:
         """The plan that runs now."""
-        return self._frontend.runtime.plan
+        return self._frontend.runtime.common_plan
 
     @property
     def following(self) -> Plan | None:
         """The plan that follows as soon as everything has been sent that the residuals of this one hold."""
-        return None if self._following is None else self._following.plan
+        return None if self._following is None else self._following.common_plan
 
     def agreed(self, plan: Plan) -> Plan:
         """The plan as it will run, if it may follow on all ranks. Collective.
@@ -77,7 +77,7 @@ class PlanChanges:
                 has been changed.
         """
         runtime = self._frontend.runtime
-        return agreed("change_plan", runtime.group, runtime.device, lambda: self.checked(plan))
+        return agreed("change_plan", self._frontend.group, runtime.device, lambda: self.checked(plan))
 
     def checked(self, plan: Plan) -> tuple[Plan, Sequence[str]]:
         """The plan as it will run, and texts that must be the same on all ranks.
@@ -109,7 +109,7 @@ class PlanChanges:
         runtime = self._frontend.runtime
         self.abandon()
         if plan.fingerprint() == self.plan.fingerprint():
-            runtime.plan = plan  # with another prediction
+            runtime.common_plan = plan  # with another prediction
             return
         self._fail, self._builds_between = fail or _refuse, fail is not None
 
@@ -130,7 +130,7 @@ class PlanChanges:
             PlanError: its units do not fit the model. Every rank raises.
         """
         frontend = self._frontend
-        plan = self.agreed(resumable(saved, frontend.parameters(), frontend.runtime.world_size))
+        plan = self.agreed(resumable(frontend.common(saved), frontend.parameters(), frontend.runtime.world_size))
         self.follow(plan, keeps_unsent=False)
 
     def end_step(self, has_inputs: bool) -> None:
@@ -247,6 +247,9 @@ class PlanChanges:
     def _agreeing_group(self) -> dist.ProcessGroup:
         """The group over which ranks agree at the end of a step. It is none of DDP's where there is another one: in
         ``join()`` a rank without inputs comes to the end of a step before DDP has sent everything."""
-        runtimes = (self._frontend.runtime, self._following)
+        frontend = self._frontend
+        if frontend.group is not frontend.runtime.group:
+            return frontend.group
+        runtimes = (frontend.runtime, self._following)
         groups = (None if each is None else each.own_group for each in runtimes)
-        return next((group for group in groups if group is not None), self._frontend.runtime.group)
+        return next((group for group in groups if group is not None), frontend.group)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..engine.runtime import Runtime
 from ..plans.plan import Frontend, Plan
+from ..plans.strides import in_reals
 from .ownership import Claim, keep_alive
 from .request import Request
 
@@ -77,7 +78,8 @@ class ModelFrontend(ABC):
 
     Attributes:
         kind: the kind of model that it serves.
-        group: all ranks that average their gradients.
+        group: all ranks of the model, which agree with each other.
+        rank: the rank of this process among them.
         device: the device of the gradients.
         request: as given.
         runtime: executes the plan that runs now.
@@ -91,10 +93,22 @@ class ModelFrontend(ABC):
     averaged_nbytes: int
 
     def __init__(self, model: Any, plan: Plan, request: Request) -> None:
-        self.request, self.group, self.device = request, request.group, request.device
+        self.request, self.group, self.device = request, request.everyone, request.device
+        self.rank = dist.get_rank(self.group)
         self.calls, self.is_open = NO_CALLS, False
         self._claim: Claim | None = None
         self._let_go: Callable[[], None] = _nothing
+
+    @staticmethod
+    def groups(model: Any, process_group: dist.ProcessGroup | None, /) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """The ranks that average their gradients, and all ranks of the model, which may be more.
+
+        Args:
+            model: the model.
+            process_group: the ranks that the user has given; ``None`` for all.
+        """
+        group = process_group or dist.distributed_c10d._get_default_group()
+        return group, group
 
     @staticmethod
     @abstractmethod
@@ -154,6 +168,10 @@ class ModelFrontend(ABC):
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""
 
+    def numels(self) -> dict[str, int]:
+        """The number of elements, in real numbers, that this rank averages of each parameter."""
+        return {name: in_reals(parameter).numel() for name, parameter in self.parameters().items()}
+
     @property
     @abstractmethod
     def averages_now(self) -> bool:
@@ -163,14 +181,17 @@ class ModelFrontend(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are accumulated without being averaged."""
 
-    @abstractmethod
     def launch_late(self, before: Before | None) -> None:
         """Send gradients when backward has ended, so that nothing is sent beside it, from the next step on; without
         ``before`` do so no longer. The plan that runs compresses nothing.
 
         Args:
             before: called before gradients are averaged.
+
+        Raises:
+            NotImplementedError: the model cannot be traced.
         """
+        raise NotImplementedError
 
     # ---------------------------------------------------------------- changes of the plan
 
@@ -181,6 +202,15 @@ class ModelFrontend(ABC):
         Raises:
             TypeError, ValueError, PlanError: the plan is not valid for the model.
         """
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that runs now, the same on all ranks."""
+        return self.runtime.common_plan
+
+    def common(self, plan: Plan) -> Plan:
+        """The plan that is the same on all ranks, of which a runtime has saved the part of this rank."""
+        return plan
 
     def new_runtime(self, plan: Plan) -> Runtime:
         """A runtime for another plan. Collective."""
@@ -219,6 +249,11 @@ class ModelFrontend(ABC):
     def is_outdated(self) -> bool:
         """Whether the model has other parameters now, which cannot join the others."""
         return False
+
+    @property
+    def can_be_traced(self) -> bool:
+        """Whether steps of the model can be recorded, of which predictions are made; see :meth:`launch_late`."""
+        return True
 
     @property
     def can_agree(self) -> bool:

@@ -11,7 +11,7 @@ from gckernels.ops import Identity
 from ..engine.step_copies import StepCopies
 from ..plans.builders import plan_of_parameters
 from ..plans.plan import UnitPlan
-from ..plans.strides import in_memory, in_reals
+from ..plans.strides import in_memory
 from ..programs.residuals import ENCODINGS
 from ..resources.feedback import KINDS, Feedback
 from ..resources.memory_spaces import Places
@@ -55,8 +55,8 @@ class Parking:
     def park(self, units: Sequence[UnitPlan]) -> None:
         """Keep what the residuals of some units hold, beside what is there, until their parameters are used. The units
         are the same on all ranks."""
-        named, parameters = {name for unit in units for name in unit.parameters}, self._frontend.parameters()
-        sizes = {name: in_reals(parameters[name]).numel() for name in sorted(named & parameters.keys())}
+        named, numels = {name for unit in units for name in unit.parameters}, self._frontend.numels()
+        sizes = {name: numels[name] for name in sorted(named & numels.keys())}
         whole = [unit for unit in units if sizes.keys() >= {*unit.parameters}]  # others have lost a parameter
         parts = self.state_dict()
         for name, part in self._frontend.runtime.unsent(whole, sizes).items():
@@ -92,9 +92,9 @@ class Parking:
         Raises:
             ValueError: something is parked of no parameter.
         """
-        parameters = self._frontend.parameters()
+        numels = self._frontend.numels()
         for name, numel in job.parked_sizes.items():
-            if name not in parameters or in_reals(parameters[name]).numel() != numel:
+            if numels.get(name) != numel:
                 raise ValueError(f"state: parked: the model has no parameter {name} with {numel:,} elements")
 
         def take() -> None:

@@ -26,7 +26,11 @@ from .budget import within_budget
 from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
 
 _CALLER = "attach"
-_SERVED = {Frontend.DDP: "DistributedDataParallel models", Frontend.MODULE: "bare modules"}
+_SERVED = {
+    Frontend.DDP: "DistributedDataParallel models",
+    Frontend.MODULE: "bare modules",
+    Frontend.FSDP: "models of fully_shard",
+}
 
 
 def uniform_plan(
@@ -110,11 +114,11 @@ class ModuleOptions:
             raise TypeError(f"{_CALLER}: find_unused_parameters must be True or False, got {unused!r}")
 
     def refuse(self) -> None:
-        """Raise a ValueError if one is given, though the model is a DDP model."""
+        """Raise a ValueError if one is given, though the model has its own."""
         for name, value in vars(self).items():
             if value is not (default := getattr(ModuleOptions(), name)):
                 raise ValueError(
-                    f"{_CALLER}: {name} must be {default} for a DistributedDataParallel model, which has its own, "
+                    f"{_CALLER}: {name} must be {default} for a model that is not bare, which has its own, "
                     f"got {value!r}"
                 )
 
@@ -126,12 +130,14 @@ class Request:
     Attributes:
         frontend: the kind of the model.
         group: all ranks that average their gradients.
+        everyone: all ranks of the model, which agree with each other.
         device: the device of the gradients.
         options: the arguments for bare modules.
     """
 
     frontend: Frontend
     group: dist.ProcessGroup
+    everyone: dist.ProcessGroup
     device: torch.device
     plan: Plan | Compressor | str
     strict: bool

@@ -41,6 +41,7 @@ class Frontend(Enum):
 
     DDP = "ddp"  # a DDP model, with its own buckets
     MODULE = "module"  # a bare module, with the launches of the plan
+    FSDP = "fsdp"  # a model of fully_shard or replicate, with its groups of parameters
 
 
 @dataclass(frozen=True)

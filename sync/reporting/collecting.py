@@ -21,7 +21,7 @@ from ..programs.topology import Topology
 from ..stats.stats import Figures
 from .data import ReportData, UnitRow
 
-_AVERAGERS = {Frontend.DDP: "DistributedDataParallel", Frontend.MODULE: "a bare module"}
+_AVERAGERS = {Frontend.DDP: "DistributedDataParallel", Frontend.MODULE: "a bare module", Frontend.FSDP: "FSDP"}
 
 
 def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, title: str | None = None) -> ReportData:
@@ -33,11 +33,12 @@ def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, t
         residual_nbytes: the bytes of residuals and their copies.
         title: the name of the training; by default that of the model in the plan's prediction.
     """
-    plan, group = frontend.runtime.plan, frontend.group
+    plan, group = frontend.runtime.plan, frontend.runtime.group
     ranks = dist.get_world_size(group)
     topology = plan.topology_of(ranks)
     dtypes = {name: in_reals(parameter).dtype for name, parameter in frontend.parameters().items()}
-    known = plan.prediction.trace.name if plan.prediction is not None else "Training"
+    prediction = frontend.plan.prediction
+    known = "Training" if prediction is None else prediction.trace.name
     return ReportData(
         model=title or known,
         averager=_AVERAGERS[frontend.kind],
@@ -48,12 +49,12 @@ def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, t
         step=figures.journal.step,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         software=_software(),
-        fingerprint=plan.fingerprint(),
+        fingerprint=frontend.plan.fingerprint(),
         start_step=plan.start_step,
         channels=plan.channels,
         residual_nbytes=residual_nbytes,
         units=tuple(_row(unit, dtypes[unit.parameter], topology) for unit in plan.units),
-        prediction=plan.prediction,
+        prediction=prediction,
         decisions=tuple(figures.journal.decisions),
         samples=figures.journal.samples,
         traced=frontend.runtime.tracer.last,

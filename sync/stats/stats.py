@@ -35,7 +35,7 @@ class Figures:
     def decide(self, decision: Decision) -> None:
         """Add a decision to the journal, and log it, if it is one that this rank logs. Communicates nothing."""
         self.journal.decisions.append(decision)
-        if self._frontend.runtime.rank == 0 or decision.level >= logging.WARNING:
+        if self._frontend.rank == 0 or decision.level >= logging.WARNING:
             LOGGER.log(decision.level, "gckernels: %s", decision.text)
 
     def end_step(self) -> None:
@@ -59,7 +59,7 @@ class Figures:
 
     def stats(self) -> dict[str, float | int | str]:
         """The figures of this rank as a flat dict, as :meth:`gckernels.sync.Attachment.stats`."""
-        journal, plan = self.journal, self._frontend.runtime.plan
+        journal, plan = self.journal, self._frontend.plan
         prediction, plain_nbytes = plan.prediction, self._plain_nbytes()
         sent_nbytes = self._sent_nbytes()
         plain_s = self._plain_s()
@@ -95,7 +95,7 @@ class Figures:
         """
         runtime, step_s = self._frontend.runtime, self.journal.step_s
         ranks = runtime.world_size
-        running = summary_of(runtime.plan, ranks)
+        running = summary_of(self._frontend.plan, ranks)
         if following is None:
             running = f"{running}; policy {self.policy()}"
         else:
@@ -109,7 +109,7 @@ class Figures:
     def _plain_s(self) -> float | None:
         """The seconds of a plain step: those of a step now, and what the plan saves by the last trials, or else as it
         was predicted; ``None`` if it is not known."""
-        step_s, prediction = self.journal.step_s, self._frontend.runtime.plan.prediction
+        step_s, prediction = self.journal.step_s, self._frontend.plan.prediction
         tried = [each for each in self.journal.decisions if each.none_s is not None and each.measured_s is not None]
         if tried and step_s is not None:
             return step_s + (tried[-1].none_s or 0.0) - (tried[-1].measured_s or 0.0)
@@ -117,7 +117,7 @@ class Figures:
 
     def policy(self) -> str:
         """The policy that has found the plan: its own, or else that of the last decision for it."""
-        plan = self._frontend.runtime.plan
+        plan = self._frontend.plan
         if plan.prediction is not None:
             return plan.prediction.policy
         fingerprint = self._fingerprint()
@@ -137,7 +137,7 @@ class Figures:
 
     def _fingerprint(self) -> str:
         """The fingerprint of the plan, computed once: it takes milliseconds for hundreds of units."""
-        known, plan = self._fingerprinted, self._frontend.runtime.plan
+        known, plan = self._fingerprinted, self._frontend.plan
         if known is None or known[0] is not plan:
             known = self._fingerprinted = (plan, plan.fingerprint())
         return known[1]

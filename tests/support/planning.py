@@ -64,6 +64,10 @@ class SimpleMachine:
         return Price(seconds, {resource: seconds})
 
 
+PLANNED = (Frontend.DDP, Frontend.MODULE)
+"""The kinds of models whose steps are predicted."""
+
+
 def problem_of(
     trace: ModelTrace, frontend: Frontend, compressors: tuple[Compressor, ...] = (), **machine: object
 ) -> Problem:

@@ -56,7 +56,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", action="store_true", help="encode and decode on the CPU of the machine, too")
     parser.add_argument(
         "--frontend",
-        choices=[each.value for each in Frontend],
+        choices=[Frontend.DDP.value, Frontend.MODULE.value],
         help="plan for a DDP model with its buckets, or for a bare module, which launches what the plan says "
         "(default: ddp if the trace has DDP's buckets)",
     )

@@ -19,7 +19,11 @@ from ..studies.crossover import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
 from ..studies.prediction import Elsewhere, SweepResult
 from ..studies.sweeps import software_limit
 
-_FRONTENDS = {Frontend.DDP: "a DDP model's buckets", Frontend.MODULE: "a bare module"}
+_FRONTENDS = {
+    Frontend.DDP: "a DDP model's buckets",
+    Frontend.MODULE: "a bare module",
+    Frontend.FSDP: "FSDP's groups of shards",
+}
 
 
 def text(problem: Problem, caveats: Caveats, here: Advice, elsewhere: Elsewhere | None) -> str:

@@ -22,15 +22,21 @@ def ddp_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Par
     return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
 
 
+def has_fsdp_modules(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 shards or replicates the model or a part of it."""
+    kinds = _known("torch.distributed.fsdp", "FSDPModule")
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
 def refuse_sharded(caller: str, model: torch.nn.Module) -> None:
-    """Raise a TypeError if FSDP shards the model or a part of it."""
+    """Raise a TypeError if FSDP shards the model or a part of it, and no replicas average its shards."""
     kinds = _known("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             where = f"its module {name} is" if name else "it is"
             raise TypeError(
-                f"{caller}: the model is not supported, {where} sharded by FSDP, which averages gradients itself; use "
-                "attach() with a model that is not sharded, bare or in DistributedDataParallel"
+                f"{caller}: the model is not supported, {where} sharded by FSDP over all ranks; use fully_shard with a "
+                "mesh of replicas and shards, or a model that is not sharded, bare or in DistributedDataParallel"
             )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +51,10 @@ class DdpFrontend(ModelFrontend):
 
     kind = Frontend.DDP
     checked_plan = staticmethod(checked_plan)
+
+    @staticmethod
+    def groups(ddp_model: DistributedDataParallel, _: object, /) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        return ddp_model.process_group, ddp_model.process_group
 
     def __init__(self, ddp_model: DistributedDataParallel, plan: Plan, request: Request) -> None:
         super().__init__(ddp_model, plan, request)

@@ -53,8 +53,8 @@ class Problem:
     places: tuple[Place, ...] = (Place.DEVICE,)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.frontend, Frontend):
-            raise TypeError(f"Problem: frontend must be a member of Frontend, got {self.frontend!r}")
+        if self.frontend not in (Frontend.DDP, Frontend.MODULE):
+            raise TypeError(f"Problem: frontend must be Frontend.DDP or Frontend.MODULE, got {self.frontend!r}")
         _check_trace(self.trace, self.frontend)
         _check_allowed(self.allowed, {tensor.name for tensor in self.trace.tensors})
         if Place.DEVICE not in self.places or not set(self.places) <= set(Place):

@@ -22,7 +22,11 @@ from .trials import PLAIN
 
 _BARE = 0.05
 """The part of a step below which waiting for communication is not worth a word."""
-_HOW = {Frontend.DDP: "by DDP, without a hook", Frontend.MODULE: "in the buckets of plain steps"}
+_HOW = {
+    Frontend.DDP: "by DDP, without a hook",
+    Frontend.MODULE: "in the buckets of plain steps",
+    Frontend.FSDP: "by FSDP itself",
+}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ DECISION = Decision(12, "plain 266 ms; compress", "auto", "3f9a", predicted_s=0.
 )
 def test_rank_0_logs_all_and_others_warnings(caplog, rank, level, is_logged):
     with caplog.at_level(logging.DEBUG, logger="gckernels"):
-        Figures(SimpleNamespace(runtime=SimpleNamespace(rank=rank))).decide(replace(DECISION, level=level))
+        Figures(SimpleNamespace(rank=rank)).decide(replace(DECISION, level=level))
     assert caplog.record_tuples == [("gckernels", level, "gckernels: plain 266 ms; compress")] * is_logged
 
 

@@ -235,7 +235,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: attach(_fsdp(init_device_mesh("cpu", (2,))), BlockQuant()),
         "TypeError: attach: the model is not supported, it is sharded by FSDP",
     ),
-    "FSDP2 with replicas": (_hybrid, "TypeError: attach: the model is not supported, it is sharded by FSDP"),
+    "FSDP2 with a group": (_hybrid, "ValueError: attach: process_group must be None for a model that is not bare"),
     "FSDP2 to attach": (
         lambda: attach(_fsdp(init_device_mesh("cpu", (2,))), BlockQuant()),
         "TypeError: attach: the model is not supported, it is sharded by FSDP",

@@ -13,6 +13,7 @@ from gckernels.sync.programs import PROGRAMS
 from gckernels.sync.programs.stages import MessageKind
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import TracedTensor
+from planning import PLANNED
 
 MI = 1 << 20
 
@@ -74,7 +75,7 @@ def test_a_module_cuts_the_plan_from_its_end():
 def test_complex_tensors_are_launched_in_reals():
     trace = trace_of(6, dtype=torch.complex64)
     plan = plan_of(trace, "Identity", "allreduce")
-    for frontend in Frontend:
+    for frontend in PLANNED:
         (launch,) = launches_of(plan, trace, frontend)
         assert (launch.numel, launch.dtype) == (6, torch.float32)
 
@@ -82,7 +83,7 @@ def test_complex_tensors_are_launched_in_reals():
 def test_a_plan_without_compression_has_whole_buckets_only_with_ddp():
     trace = trace_of(10, 20, 30, buckets=(("a", "b", "c"),))
     plan = plan_of(trace, "Identity", "allreduce")
-    for frontend in Frontend:
+    for frontend in PLANNED:
         (launch,) = launches_of(plan, trace, frontend)
         (message,) = messages_of(launch, plan, frontend)
         assert (message.kind, message.start, message.stop) == (MessageKind.IN_PLACE, 0, 60)
@@ -113,7 +114,7 @@ def test_messages_have_the_compressors_of_a_long_training():
 )
 def test_a_plan_that_does_not_fit_is_refused(units, problem):
     plan = Plan(tuple(unit(name, numel) for name, numel in units))
-    for frontend in Frontend:
+    for frontend in PLANNED:
         with pytest.raises(PlanError, match=problem):
             launches_of(plan, trace_of(10, 20), frontend)
 

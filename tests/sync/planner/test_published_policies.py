@@ -19,7 +19,7 @@ from gckernels.sync.programs import ALLGATHER, ALLREDUCE, Place
 from gckernels.sync.programs.steps import Broadcast, Decode, Encode, Gather, Hop
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import TracedTensor
-from planning import problem_of
+from planning import PLANNED, problem_of
 
 PUBLISHED = ("secopa", "mergecomp", "cupcake", "espresso", "byteps", "hitopkcomm")
 SIGN = gckernels.EFSignSGD()
@@ -57,7 +57,7 @@ def check(problem: Problem, name: str) -> object:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("frontend", Frontend)
+@pytest.mark.parametrize("frontend", PLANNED)
 @pytest.mark.parametrize("topology", [Topology(4), Topology(2, 2), Topology(1, 3), Topology(1)], ids=str)
 def test_plans_fit(name, frontend, topology):
     trace = traced(300, 100_000, 7, 20_000, 1_000_000)
@@ -66,7 +66,7 @@ def test_plans_fit(name, frontend, topology):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("frontend", Frontend)
+@pytest.mark.parametrize("frontend", PLANNED)
 def test_plans_fit_models_with_several_dtypes_and_exempt_tensors(name, frontend):
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float64)
     trace = traced(300, 100_000, 70_000, 20_000, 50_000, dtypes=dtypes)

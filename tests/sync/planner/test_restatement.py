@@ -23,6 +23,7 @@ from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import Collective
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import TracedTensor
+from planning import PLANNED
 from predictions import RatedMachine
 
 TOPOLOGIES = (Topology(2), Topology(4), Topology(2, 3), Topology(4, 2), Topology(12))
@@ -62,7 +63,7 @@ class Arbitrary(RatedMachine):
 
 def random_case(seed: int) -> tuple[Plan, ModelTrace, Pricer, Frontend]:
     draw = random.Random(seed)
-    topology, frontend = draw.choice(TOPOLOGIES), draw.choice(list(Frontend))
+    topology, frontend = draw.choice(TOPOLOGIES), draw.choice(PLANNED)
     places = draw.choice(PLACES)
     spec = draw.choice(SPECS)
     summable = from_spec(spec).traits.summable

@@ -17,7 +17,7 @@ from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import Role, TracedTensor
-from planning import SimpleMachine
+from planning import PLANNED, SimpleMachine
 from workloads import thinned
 
 SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -53,7 +53,7 @@ def trace_of(kinds: tuple[str, ...]) -> ModelTrace:
     return ModelTrace("model", tuple(tensors), 1e-3 * len(kinds), 1e-3, buckets=tuple(map(tuple, buckets.values())))
 
 
-@pytest.mark.parametrize(("kinds", "frontend"), thinned(itertools.product(MODELS, Frontend), 3))
+@pytest.mark.parametrize(("kinds", "frontend"), thinned(itertools.product(MODELS, PLANNED), 3))
 def test_every_policy_plans_them(kinds, frontend):
     trace = trace_of(kinds)
     parameters = {

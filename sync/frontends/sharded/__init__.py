@@ -1,0 +1,1 @@
+"""The front end of models that FSDP2 averages over replicas, with shards or without."""

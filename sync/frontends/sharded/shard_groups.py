@@ -1,0 +1,157 @@
+"""The parameters whose gradients FSDP2 reduces together. All names of torch's FSDP that are not public are used here.
+
+They are the same in torch 2.11 to 2.15, but that a module has one group of parameters in 2.11 and a list of groups
+later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from ...plans.arguments import plain_name
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part that a rank has of a parameter.
+
+    Attributes:
+        name: the plain name of the parameter in the model.
+        start: its first element in the vector that is reduced, if all parameters of the group are in it.
+        numel: the number of its elements.
+        row: the number of elements that it takes in the vector, with the padding behind it.
+    """
+
+    name: str
+    start: int
+    numel: int
+    row: int
+
+
+class ShardGroup:
+    """The parameters of a group of modules whose gradients FSDP2 reduces together. It does not keep the model.
+
+    Args:
+        group: FSDP's own object.
+        state: FSDP's state of its module.
+        names: the names of parameters, by the id of their module and the name in that.
+
+    Attributes:
+        mesh: the mesh over which the parameters are sharded and replicated.
+        device: the device of the gradients.
+    """
+
+    def __init__(self, group: Any, state: Any, names: dict[tuple[int, str], str]) -> None:
+        self._group, self._state = weakref.ref(group), weakref.ref(state)
+        self._names = [names[id(each._module_info.module), each._module_info.param_name] for each in group.fsdp_params]
+        self.mesh: DeviceMesh = group.mesh_info.mesh
+        self.device: torch.device = group.device
+
+    @property
+    def _alive(self) -> Any:
+        group = self._group()
+        assert group is not None
+        return group
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all its parameters, frozen ones included."""
+        return self._names
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether FSDP averages its gradients over replicas, after it has reduced them to shards."""
+        return hasattr(self._alive.mesh_info, "replicate_process_group")
+
+    @property
+    def nests(self) -> bool:
+        """Whether its parameters were distributed already, over a mesh of which FSDP's is a part."""
+        return any(getattr(each, "_unsharded_dtensor_spec", None) is not None for each in self._alive.fsdp_params)
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that have the same shards."""
+        found: dist.ProcessGroup = self._alive.mesh_info.replicate_process_group
+        return found
+
+    @replicas.setter
+    def replicas(self, group: dist.ProcessGroup) -> None:
+        if (alive := self._group()) is not None:
+            alive.mesh_info.replicate_process_group = group
+
+    def restore_replicas(self) -> None:
+        """Give FSDP its own group back."""
+        if (alive := self._group()) is not None:
+            alive.mesh_info.replicate_process_group = alive.mesh_info.replicate_process_group.inner
+
+    @property
+    def averages_now(self) -> bool:
+        """Whether the next backward averages over the replicas."""
+        return bool(self._alive.reduce_grads and self._alive.all_reduce_grads)
+
+    def shards(self) -> Iterator[Shard]:
+        """The shards of the parameters that are not frozen, in the order in which FSDP reduces them."""
+        start = 0
+        for name, each in zip(self._names, self._alive.fsdp_params, strict=True):
+            if each.sharded_param.requires_grad:
+                row = each.padded_sharded_param_size.numel()
+                yield Shard(name, start, each.sharded_size.numel(), row)
+                start += row
+
+    def rows(self) -> list[int]:
+        """The numbers of elements that all parameters take in the vector that is reduced, frozen ones included."""
+        return [each.padded_sharded_param_size.numel() for each in self._alive.fsdp_params]
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun that FSDP has not ended."""
+        state = self._state()
+        return state is not None and bool(state._state_ctx.post_backward_final_callback_queued)
+
+    def shards_nbytes(self) -> int:
+        """The bytes of its shards on this rank, without padding, frozen ones included."""
+        return sum(each.sharded_size.numel() * each.sharded_param.element_size() for each in self._alive.fsdp_params)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters as optimizers have them, by name; none if the model is gone."""
+        group = self._group()
+        return (
+            {} if group is None else {n: p.sharded_param for n, p in zip(self._names, group.fsdp_params, strict=True)}
+        )
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each shard, by the name of its parameter."""
+        pairs = zip(self._names, self._alive.fsdp_params, strict=True)
+        return {name: each.sharded_size for name, each in pairs}
+
+
+def is_replicated(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 averages the gradients of a model over replicas."""
+    groups = shard_groups(model)
+    return bool(groups) and all(group.is_replicated for group in groups)
+
+
+def shard_groups(model: torch.nn.Module) -> list[ShardGroup]:
+    """The groups of a model, each once, in the order of its modules. A module without own parameters has none."""
+    names = {
+        (id(module), name): plain_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name in module._parameters
+    }
+    found: dict[int, ShardGroup] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                if group is not None and id(group) not in found:
+                    found[id(group)] = ShardGroup(group, state, names)
+    return list(found.values())

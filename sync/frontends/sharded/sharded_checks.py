@@ -1,0 +1,57 @@
+"""Checks of models that FSDP2 averages over replicas, and of the plans that are attached to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...plans.plan import Plan, PlanError
+from ..checks.models import refuse_sparse_parameters, refuse_without_shape
+from ..checks.optimizer_checks import refuse_steps_in_backward
+from ..members import listed
+from ..ownership import refuse_claimed
+from ..request import Request
+from .shard_groups import shard_groups
+
+
+def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
+    """The plan of a request for a model of replicas, and the texts that must be the same on all ranks."""
+    request.options.refuse()
+    groups = shard_groups(model)
+    if not groups:
+        raise ValueError("attach: model has no parameters that can have a gradient")
+    parameters = {name: each for group in groups for name, each in group.parameters().items()}
+    if nested := [name for group in groups if group.nests for name in group.names]:
+        raise TypeError(
+            f"attach: parameter {nested[0]} was a DTensor before FSDP sharded it, as tensor parallelism makes it; that "
+            "is not supported"
+        )
+    if len({group.mesh for group in groups}) > 1:
+        raise ValueError("attach: all parameters of model must have one mesh, but its modules have several")
+    if request.memory_budget_mb is not None:
+        raise ValueError("attach: memory_budget_mb must be None for a model of fully_shard or replicate")
+    if request.grad_scaler is not None or request.can_discard:
+        raise ValueError(
+            "attach: grad_scaler and can_discard must be None and False for a model of fully_shard or replicate"
+        )
+    refuse_without_shape("attach", parameters)
+    if meta := [name for name, each in parameters.items() if each.is_meta]:
+        raise ValueError(
+            f"attach: parameter {meta[0]} is on the device meta and has no values; give it some before, for example "
+            "with model.to_empty(device=...) and load_state_dict"
+        )
+    refuse_sparse_parameters("attach", model, parameters)
+    refuse_steps_in_backward("attach", parameters)
+    refuse_claimed("attach", parameters)
+    return fitting(request, parameters)
+
+
+def fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, list[str]]:
+    """The plan of a request for some parameters, and the texts that must be the same on all ranks."""
+    plan, summary = request.checked(parameters)
+    if parts := [unit.key for unit in plan.units if unit.also or unit.start is not None]:
+        raise PlanError(
+            f"plan has parts of parameters, or several as one, which FSDP's shards are not: {listed(parts)}"
+        )
+    return plan, [summary, *plan.lines()]
