@@ -48,6 +48,7 @@ nitpick_ignore_regex = [
     ("py:class", r"torch\.nn\.modules\..*"),  # documented by torch under shorter names
     ("py:(class|exc)", r"triton\..*"),  # no page of Triton's has them
     ("py:(class|obj)", r".*\.[A-Z]"),
+    ("py:obj", r"typing\.Annotated\[.*"),  # a number with its form in JSON
 ]
 
 # The inventories are committed, in the first version of Sphinx's format, which is text, and hold the names that are
