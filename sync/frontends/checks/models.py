@@ -65,6 +65,12 @@ def refuse_without_memory(caller: str, parameters: Mapping[str, torch.nn.Paramet
             raise TypeError(
                 f"{caller}: parameter {name} is a DTensor, which is not supported; use tensors that each rank has alone"
             )
+    refuse_without_values(caller, parameters)
+
+
+def refuse_without_values(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise a ValueError that names a parameter if a parameter has no values yet, because it is on the device meta."""
+    for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(
                 f"{caller}: parameter {name} is on the device meta and has no values; give it some before, for example "

@@ -46,14 +46,12 @@ class ShardGroup:
 
     Attributes:
         mesh: the mesh over which the parameters are sharded and replicated.
-        device: the device of the gradients.
     """
 
     def __init__(self, group: Any, state: Any, names: dict[tuple[int, str], str]) -> None:
         self._group, self._state = weakref.ref(group), weakref.ref(state)
         self._names = [names[id(each._module_info.module), each._module_info.param_name] for each in group.fsdp_params]
         self.mesh: DeviceMesh = group.mesh_info.mesh
-        self.device: torch.device = group.device
 
     @property
     def _alive(self) -> Any:
@@ -122,10 +120,9 @@ class ShardGroup:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters as optimizers have them, by name; none if the model is gone."""
-        group = self._group()
-        return (
-            {} if group is None else {n: p.sharded_param for n, p in zip(self._names, group.fsdp_params, strict=True)}
-        )
+        if (group := self._group()) is None:
+            return {}
+        return dict(zip(self._names, (each.sharded_param for each in group.fsdp_params), strict=True))
 
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of each shard, by the name of its parameter."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ...plans.plan import Plan, PlanError
-from ..checks.models import refuse_sparse_parameters, refuse_without_shape
+from ..checks.models import refuse_sparse_parameters, refuse_without_shape, refuse_without_values
 from ..checks.optimizer_checks import refuse_steps_in_backward
 from ..members import listed
 from ..ownership import refuse_claimed
@@ -36,11 +36,7 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
             "attach: grad_scaler and can_discard must be None and False for a model of fully_shard or replicate"
         )
     refuse_without_shape("attach", parameters)
-    if meta := [name for name, each in parameters.items() if each.is_meta]:
-        raise ValueError(
-            f"attach: parameter {meta[0]} is on the device meta and has no values; give it some before, for example "
-            "with model.to_empty(device=...) and load_state_dict"
-        )
+    refuse_without_values("attach", parameters)
     refuse_sparse_parameters("attach", model, parameters)
     refuse_steps_in_backward("attach", parameters)
     refuse_claimed("attach", parameters)
