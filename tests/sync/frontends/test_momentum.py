@@ -185,6 +185,7 @@ def test_a_second_momentum_is_warned_of_once(name):
 
 def groups_and_ends() -> list[str]:
     """The documented parameter groups cause no warning, and neither does a model that was closed or deleted."""
+    of_others = set(torch_optimizer._global_optimizer_pre_hooks)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module, hooked = _model()
@@ -197,7 +198,7 @@ def groups_and_ends() -> list[str]:
         module, hooked = _model()
         attach(hooked, DGC()).close()
         torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9).step()
-    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert set(torch_optimizer._global_optimizer_pre_hooks) <= of_others
     return [str(one.message) for one in caught if "gckernels" in str(one.message)]
 
 
