@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Any, get_args
 
-from .rules import START, Flow, advance
+from .rules import Flow, advance
+from .spans import MEAN, Span
 from .steps import Coding, Collective, Decode, Encode, Hop, Level, Place, Program, ProgramError, Step
 from .topology import Topology
 
@@ -21,6 +22,7 @@ def enumerate_programs(
     max_encodes: int | None = None,
     collectives: Collection[type[Any]] = COLLECTIVES,
     summable: bool = False,
+    span: Span = MEAN,
 ) -> tuple[Program, ...]:
     """All valid programs for the ranks of ``topology``, without rings, each once.
 
@@ -34,6 +36,8 @@ def enumerate_programs(
         max_encodes: maximum number of encodings in a program; by default unlimited.
         collectives: the kinds of collectives that programs may use.
         summable: whether payloads can be added, and so be reduced like raw data.
+        span: the states between which the programs go. One of levels needs a topology of several machines with several
+            devices, otherwise there are no programs.
 
     Raises:
         ValueError: an argument is not valid.
@@ -49,7 +53,7 @@ def enumerate_programs(
         raise ValueError(f"enumerate_programs: max_encodes must be None or an int from 0 up, got {max_encodes!r}")
     has_levels = min(topology.machines, topology.devices) > 1
     chosen = tuple(place for place in Place if place in set(places))
-    return _programs(has_levels, summable, chosen, frozenset(collectives), max_encodes)
+    return _programs(has_levels, summable, chosen, frozenset(collectives), max_encodes, span)
 
 
 @functools.lru_cache(maxsize=64)
@@ -59,11 +63,12 @@ def _programs(
     places: tuple[Place, ...],
     collectives: frozenset[type[Any]],
     max_encodes: int | None,
+    span: Span,
 ) -> tuple[Program, ...]:
     """The programs that fit. A program is valid with its codings at any combination of places."""
     return tuple(
         program
-        for skeleton in _skeletons(has_levels, summable)
+        for skeleton in _skeletons(has_levels, summable, span)
         if all(isinstance(step, Coding) or type(step) in collectives for step in skeleton)
         and (max_encodes is None or sum(isinstance(step, Encode) for step in skeleton) <= max_encodes)
         for program in _placed(skeleton, places)
@@ -75,14 +80,14 @@ def _placed(skeleton: Program, places: tuple[Place, ...]) -> Iterator[Program]:
     return itertools.product(*choices)
 
 
-@functools.lru_cache(maxsize=4)
-def _skeletons(has_levels: bool, summable: bool) -> tuple[Program, ...]:
+@functools.lru_cache(maxsize=16)
+def _skeletons(has_levels: bool, summable: bool, span: Span) -> tuple[Program, ...]:
     """The programs that compute on the device. They do not depend on the number of ranks, because they have no ring."""
     topology, levels = (Topology(2, 2), tuple(Level)) if has_levels else (Topology(2), (Level.FLAT,))
     steps: list[Step] = [Encode(), Decode(), *(kind(level) for kind in COLLECTIVES for level in levels)]
 
     def paths(flow: Flow, program: Program) -> Iterator[Program]:
-        if flow.done:
+        if program and span.ends_at(flow):
             yield program
             return
         for step in steps:
@@ -92,4 +97,4 @@ def _skeletons(has_levels: bool, summable: bool) -> tuple[Program, ...]:
                 continue
             yield from paths(after, (*program, step))
 
-    return tuple(paths(START, ()))
+    return tuple(paths(span.begin, ()))

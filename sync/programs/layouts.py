@@ -19,6 +19,7 @@ from gckernels.compressor import Compressor
 
 from .named import ENCODED_ALLREDUCE, POWERSGD
 from .rules import START, Flow, Opened, advance
+from .spans import MEAN, Span
 from .steps import (
     AllGather,
     AllReduce,
@@ -151,30 +152,34 @@ class Capabilities:
         )
 
 
-def propagate(program: Program, capabilities: Capabilities, topology: Topology) -> tuple[Layout, ...]:
+def propagate(
+    program: Program, capabilities: Capabilities, topology: Topology, span: Span = MEAN
+) -> tuple[Layout, ...]:
     """The layouts before the first step and after each step: ``len(program) + 1`` items.
 
     Args:
         program: the steps.
         capabilities: capabilities of the method of ``Encode`` and ``Decode``.
         topology: topology of the ranks.
+        span: the states between which the program must go.
 
     Raises:
-        ProgramError: a step cannot follow, or the program does not end with the mean of the whole unit on every rank.
+        ProgramError: a step cannot follow, or the program does not end where the span does.
     """
     if not isinstance(program, tuple):
         raise ProgramError(f"program: expected a tuple of steps, got {program!r}")
     hashable = all(isinstance(step, Step) for step in program)
-    return (_propagate if hashable else _propagate.__wrapped__)(program, capabilities, topology)
+    return (_propagate if hashable else _propagate.__wrapped__)(program, capabilities, topology, span)
 
 
 @functools.lru_cache(maxsize=16384)
-def _propagate(program: Program, capabilities: Capabilities, topology: Topology) -> tuple[Layout, ...]:
-    if capabilities.rounds > 1 or program == POWERSGD:
+def _propagate(program: Program, capabilities: Capabilities, topology: Topology, span: Span) -> tuple[Layout, ...]:
+    if span == MEAN and (capabilities.rounds > 1 or program == POWERSGD):
         return _two_rounds(program, capabilities)
-    layout = Layout(START)
+    shares = Shares(program, topology, span.begin)
+    whole = shares.piece(span.begin)
+    layout = Layout(span.begin, whole, payload=whole)
     layouts = [layout]
-    shares = Shares(program, topology)
     for index, step in enumerate(program):
         try:
             _refuse(program, index, layout, capabilities)
@@ -183,8 +188,8 @@ def _propagate(program: Program, capabilities: Capabilities, topology: Topology)
             raise at_step(program, index, error) from error
         layout = _after(shares, index, step, layout, flow)
         layouts.append(layout)
-    if not layout.flow.done:
-        raise ProgramError(f"program {describe(program)}: does not end with the averaged unit on every rank")
+    if not span.ends_at(layout.flow):
+        raise ProgramError(f"program {describe(program)}: does not end with {span.end}")
     return tuple(layouts)
 
 
@@ -253,18 +258,19 @@ def _after(shares: Shares, index: int, step: Step, before: Layout, flow: Flow) -
 
 
 class Shares:
-    """The sizes of the parts that ranks hold of a unit in a program.
+    """The sizes of the parts that ranks hold of a unit in a program, which begins with the flow ``begin``.
 
     Attributes:
         program: as given.
         topology: as given.
-        split_levels: the levels whose ranks get shards at some point.
+        split_levels: the levels whose ranks have shards at some point.
         parts: number of grains of the unit; a grain is the smallest shard in the program.
     """
 
-    def __init__(self, program: Program, topology: Topology) -> None:
+    def __init__(self, program: Program, topology: Topology, begin: Flow = START) -> None:
         self.program, self.topology = program, topology
         self.split_levels = {step.level for step in program if isinstance(step, ReduceScatter | AllToAll | Hop)}
+        self.split_levels |= {opened.level for opened in begin.opened if opened.split}
         self.parts = self._ranks(self.split_levels)
 
     def piece(self, flow: Flow) -> Extent:

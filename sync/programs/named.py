@@ -6,6 +6,7 @@ from gckernels.codec import Codec
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
+from .spans import MEAN, SHARD, Span
 from .steps import (
     AllGather,
     AllReduce,
@@ -23,6 +24,8 @@ from .steps import (
 ALLREDUCE: Program = (AllReduce(),)
 ENCODED_ALLREDUCE: Program = (Encode(), AllReduce(), Decode())
 ALLGATHER: Program = (Encode(), AllGather(), Decode())
+REDUCE_SCATTER: Program = (ReduceScatter(),)
+SHARDS: Program = (Encode(), AllToAll(), Decode())
 POWERSGD: Program = (Encode(), AllReduce(), Encode(), AllReduce(), Decode())
 ALLTOALL: Program = (Encode(), AllToAll(), Decode(), Encode(), AllGather(), Decode())
 PARAMETER_SERVER: Program = (Encode(), Gather(), Decode(), Encode(), Broadcast(), Decode())
@@ -63,17 +66,26 @@ def ring(world_size: int, level: Level = Level.FLAT) -> Program:
     return (Encode(), *[Hop(level)] * (world_size - 1), AllGather(level), Decode())
 
 
-def default_program(compressor: Compressor, world_size: int) -> Program:
+def exact_program(span: Span) -> Program:
+    """The program for units that nothing encodes."""
+    return REDUCE_SCATTER if span == SHARD else ALLREDUCE
+
+
+def default_program(compressor: Compressor, world_size: int, span: Span = MEAN) -> Program:
     """The program for units of which a plan names none.
 
     Payloads that can be added are reduced, in all rounds of the method. Other payloads are gathered between two ranks,
     which takes one phase and no more bytes than any other program. Among more ranks they go to the owner of each shard
-    and back, so that the bytes that a rank sends do not grow with the number of ranks.
+    and back, so that the bytes that a rank sends do not grow with the number of ranks. Where the mean ends in shards,
+    they only go there.
 
     Args:
         compressor: the method of the unit.
         world_size: number of ranks.
+        span: :data:`~.spans.MEAN`, or :data:`~.spans.SHARD` for FSDP2.
     """
+    if span == SHARD:
+        return SHARDS
     if not isinstance(compressor, Codec):
         return POWERSGD if compressor.rounds > 1 else ENCODED_ALLREDUCE
     if compressor.traits.summable:

@@ -86,14 +86,9 @@ class Flow:
         """Whether all ranks have contributed."""
         return self.merged in COMPLETE
 
-    @property
-    def done(self) -> bool:
-        """Whether every rank has the mean, the state in which programs end."""
-        return self.complete and not self.opened and not self.encoded
-
 
 START = Flow()
-"""The state in which programs begin: every rank has its own data of the whole unit."""
+"""The state in which programs for gradients begin: every rank has its own data of the whole unit."""
 
 
 def advance(flow: Flow, step: Step, topology: Topology, summable: bool) -> Flow:

@@ -19,6 +19,7 @@ from gckernels.compressor import Compressor
 
 from .layouts import Capabilities, Content, Layout, at_step, propagate
 from .rules import Flow
+from .spans import MEAN, Span
 from .steps import (
     AllGather,
     AllReduce,
@@ -60,7 +61,12 @@ class Data:
 
 
 def sizes_of(
-    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, topology: Topology
+    program: Program,
+    numel: int,
+    dtype: torch.dtype,
+    compressor: Compressor,
+    topology: Topology,
+    span: Span = MEAN,
 ) -> tuple[Data, ...]:
     """The data of one unit before the first step and after each step: ``len(program) + 1`` items.
 
@@ -70,22 +76,23 @@ def sizes_of(
         dtype: dtype of the gradient.
         compressor: the method of ``Encode`` and ``Decode``.
         topology: topology of the ranks.
+        span: the states between which the program goes.
 
     Raises:
         ProgramError: the program is not valid (see :func:`~.layouts.propagate`), or the method refuses a unit of this
             size.
     """
     hashable = isinstance(program, tuple) and all(isinstance(step, Step) for step in program)
-    return (_sizes_of if hashable else _sizes_of.__wrapped__)(program, numel, dtype, compressor, topology)
+    return (_sizes_of if hashable else _sizes_of.__wrapped__)(program, numel, dtype, compressor, topology, span)
 
 
 @functools.lru_cache(maxsize=4096)
 def _sizes_of(
-    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, topology: Topology
+    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, topology: Topology, span: Span
 ) -> tuple[Data, ...]:
     """:func:`sizes_of`, cached: a model has hundreds of units but few sizes."""
     states = []
-    for index, layout in enumerate(propagate(program, Capabilities.of(compressor), topology)):
+    for index, layout in enumerate(propagate(program, Capabilities.of(compressor), topology, span)):
         piece, size = layout.piece.elements(numel), layout.payload.elements(numel)
         try:
             nbytes = layout.content.nbytes(numel, dtype.itemsize, compressor.round_nbytes)
@@ -177,6 +184,12 @@ def sent_content(step: Step, before: Layout, after: Layout, topology: Topology) 
     """
     ratio = wire_ratio(step, before.flow, topology)
     return (after if ratio.of_result else before).content, ratio.share * ratio.numerator / ratio.denominator
+
+
+def plain_sent_nbytes(nbytes: int, world_size: int, span: Span) -> float:
+    """Bytes that each rank sends of gradients of ``nbytes`` bytes if nothing is compressed: in a ring all-reduce, or
+    half of that if the mean ends in shards."""
+    return allreduce_sent_nbytes(nbytes, world_size) / (1 if span == MEAN else 2)
 
 
 def allreduce_sent_nbytes(nbytes: int, world_size: int) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 from .layouts import Capabilities, Layout, propagate
 from .residuals import ENCODINGS, rooted_levels
 from .rules import needed_at
+from .spans import MEAN, Span
 from .steps import (
     AllReduce,
     Broadcast,
@@ -140,6 +141,7 @@ def stages_of(
     capabilities: Capabilities,
     topology: Topology,
     apart: bool = False,
+    span: Span = MEAN,
 ) -> tuple[StageSpec, ...]:
     """The stages of a message in order, for a rank that takes part in all of them, such as the root.
 
@@ -149,6 +151,7 @@ def stages_of(
         capabilities: capabilities of the compressor of one unit.
         topology: topology of the ranks.
         apart: whether device and host have different memories, so that data is copied between them.
+        span: the states between which the program goes.
 
     Raises:
         ProgramError: the program is not valid.
@@ -159,7 +162,7 @@ def stages_of(
         case MessageKind.LOW_RANK:
             return tuple(_low_rank(program))
         case MessageKind.ENCODED:
-            layouts = propagate(program, capabilities, topology)
+            layouts = propagate(program, capabilities, topology, span)
             return tuple(_encoded(program, layouts, apart))
 
 

@@ -118,4 +118,4 @@ def test_what_travels():
     one_sided = PowerSGD(3, True, True, 30)
     in_turn = [data.nbytes for data in sizes_of(ENCODED_ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))]
     assert in_turn == [4800, 424, 424, 4800]
-    assert sizes_of(ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))[-1].flow.done
+    assert sizes_of(ALLREDUCE, 1200, torch.float32, one_sided, Topology(4))[-1].flow.complete
