@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.compressor import Compressor
-from gckernels.ops import Identity
 
 from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
-from ..frontends.checks.models import has_fsdp_modules
+from ..frontends.checks.models import sharded_frontend
 from ..frontends.ddp.ddp_frontend import DdpFrontend
 from ..frontends.frontend import ModelFrontend
 from ..frontends.module.module_frontend import ModuleFrontend
 from ..frontends.ownership import end_spent
-from ..frontends.request import ModuleOptions, Request
+from ..frontends.request import UNCOMPRESSED, ModuleOptions, Request
 from ..plans.plan import Plan
 from ..tuning.auto import Auto
 from .attachment import Attachment
@@ -71,9 +67,10 @@ def attach(
     thawed between steps, the same ones on all ranks; frozen ones cost nothing. If parameters come into the model later,
     backward or the optimizer's step says so, and the model can be attached again.
 
-    **A model of** ``fully_shard`` **over replicas and shards, or of** ``replicate``, stays as FSDP2 has made it. The
-    average over the replicas is compressed, that of the shards is not. Its steps are counted, and its plans are
-    changed, on all ranks of the mesh together. The first step is averaged without compression.
+    **A model of** ``fully_shard`` **or** ``replicate`` stays as FSDP2 has made it. With replicas, the average over
+    these is compressed, and that of the shards is not; without replicas, the reduction to shards is. Its steps are
+    counted, and its plans are changed, on all ranks of the mesh together. The first step is averaged without
+    compression.
 
     Args:
         model: a DDP model with no communication hook registered yet, or a module with parameters on one device.
@@ -121,7 +118,7 @@ def attach(
         averaging,
         everyone,
         device,
-        Identity() if isinstance(plan, Auto) else plan,
+        UNCOMPRESSED if isinstance(plan, Auto) else plan,
         strict,
         memory_budget_mb,
         grad_scaler,
@@ -152,12 +149,8 @@ def _kind_of(model: object) -> type[ModelFrontend]:
     """The front end of a model."""
     if isinstance(model, DistributedDataParallel):
         return DdpFrontend
-    if isinstance(model, torch.nn.Module) and has_fsdp_modules(model):
-        sharded: Any = importlib.import_module("gckernels.sync.frontends.sharded.sharded_frontend")  # as FSDP is
-        frontend: type[ModelFrontend] = sharded.ShardedFrontend
-        if sharded.is_replicated(model):
-            return frontend
-    return ModuleFrontend
+    sharded: type[ModelFrontend] | None = sharded_frontend(model) if isinstance(model, torch.nn.Module) else None
+    return sharded or ModuleFrontend
 
 
 def _checked_auto(auto: Auto, start_step: int, options: ModuleOptions) -> list[str]:

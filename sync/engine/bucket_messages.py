@@ -21,16 +21,21 @@ class BucketMessages:
         runtime: executes the plan.
         buffer: the gradients of the bucket, ``[numel]``.
         units: all units in it.
-        shares: as for :meth:`~.runtime.Runtime.messages`.
+        shares, room: as for :meth:`~.runtime.Runtime.messages`.
 
     Attributes:
         buffer: as given.
     """
 
     def __init__(
-        self, runtime: Runtime, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool = False
+        self,
+        runtime: Runtime,
+        buffer: torch.Tensor,
+        units: Sequence[PlacedUnit],
+        shares: bool = False,
+        room: torch.Tensor | None = None,
     ) -> None:
-        self.buffer, self._runtime, self._units, self._shares = buffer, runtime, units, shares
+        self.buffer, self._runtime, self._units, self._shares, self._room = buffer, runtime, units, shares, room
         self._built: dict[int | None, list[Message]] = {}  # by the milestone of the runtime
         self._address = 0  # where the gradients were when messages were built
 
@@ -41,5 +46,5 @@ class BucketMessages:
             self._built, self._address = {}, address
         if milestone not in self._built:
             self._built = {each: built for each, built in self._built.items() if each is None}
-            self._built[milestone] = self._runtime.messages(self.buffer, self._units, self._shares)
+            self._built[milestone] = self._runtime.messages(self.buffer, self._units, self._shares, self._room)
         return self._built[milestone]

@@ -20,6 +20,7 @@ from ..communication.communicators import Communicators
 from ..messages.build import build_message
 from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
+from ..messages.shards import add_unsent, room_nbytes
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
 from ..programs.residuals import ENCODINGS
@@ -154,25 +155,37 @@ class Runtime(RuntimeState):
         """The weight of a rank's gradient in the mean."""
         return 1.0 / self.world_size
 
-    def messages(self, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool = False) -> list[Message]:
+    def messages(
+        self,
+        buffer: torch.Tensor,
+        units: Sequence[PlacedUnit],
+        shares: bool = False,
+        room: torch.Tensor | None = None,
+    ) -> list[Message]:
         """The messages of a bucket for the current step.
 
         Args:
-            buffer: ``[numel]``, the bucket.
+            buffer: ``[numel]``, the bucket; ``[ranks, numel]`` if the means end in shards.
             units: all units in it.
             shares: whether stretches that are averaged in place have already been multiplied by :attr:`share` when they
                 are submitted. In an exact step, that is the whole bucket.
+            room: if the means end in shards, memory for payloads, which these messages share with others.
         """
         communicators, engine = self._communicators, self._engine
         if communicators is None or engine is None:
             return []
-        built = self._built(communicators, buffer, units, shares)
+        built = self._built(communicators, buffer, units, shares, room)
         for message in built:
             engine.prepare(message)
         return built
 
     def _built(
-        self, communicators: Communicators, buffer: torch.Tensor, units: Sequence[PlacedUnit], shares: bool
+        self,
+        communicators: Communicators,
+        buffer: torch.Tensor,
+        units: Sequence[PlacedUnit],
+        shares: bool,
+        room: torch.Tensor | None,
     ) -> list[Message]:
         if self.milestone == _DRAINS:
             return [DrainMessage(buffer, units, communicators, self._feedback, shares)]
@@ -183,7 +196,31 @@ class Runtime(RuntimeState):
             step = self._schedule_step
             specs = group_units([replace(unit, plan=unit.plan.at_step(step)) for unit in units], self.plan.channels)
         bound = (communicators, self._feedback, self._seeds)
+        if room is not None:
+            sizes = [room_nbytes(spec.units, self.world_size) for spec in specs]
+            rooms = torch.split(room[: sum(sizes)], sizes)
+            pairs = zip(specs, rooms, strict=True)
+            return [build_message(spec, buffer, *bound, room=own) for spec, own in pairs]
         return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
+
+    def begin_step(self) -> None:
+        """Begin a training step, before its first messages."""
+        self._step_nbytes = 0.0
+        if self._engine is None:
+            return
+        milestone = self.milestone
+        compresses = milestone not in (None, _DRAINS)
+        self.watch.begin_step(compresses)
+        self._beginning = self._renew(self._engine, milestone is not None)
+        if compresses:
+            self._seeds.begin(self.step)
+            self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
+        self.tracer.begin()
+
+    def add_unsent(self, rows: torch.Tensor, units: Sequence[PlacedUnit]) -> None:
+        """In a step that sends what residuals hold, add that to the rows of shards of this rank, ``[ranks, numel]``."""
+        if self.milestone == _DRAINS:
+            add_unsent(units, rows, self.rank, self._feedback)
 
     def submit(self, messages: Sequence[Message], buffer: torch.Tensor, first: bool) -> Future[Outcome]:
         """Queue the messages of a bucket and return a future, whose value is ``buffer`` when all of them are done, or a
@@ -194,20 +231,14 @@ class Runtime(RuntimeState):
             buffer: ``[numel]``, the bucket.
             first: whether these are the first messages of the training step.
         """
-        step, has_residuals, compresses = self.step, self.milestone is not None, not self.is_exact
-        nbytes = sum(message.sent_nbytes for message in messages)
-        self._step_nbytes = nbytes if first else self._step_nbytes + nbytes
+        if first:
+            self.begin_step()
+        step = self.step
+        self._step_nbytes += sum(message.sent_nbytes for message in messages)
         if self._engine is None:
             alone = self._new_future()
             alone.set_result(buffer)
             return alone
-        if first:
-            self.watch.begin_step(compresses)
-            self._beginning = self._renew(self._engine, has_residuals)
-            if compresses:
-                self._seeds.begin(step)
-                self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
-            self.tracer.begin()
         self._engine.step_recorder = self.tracer.recorder
         if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
             started = self._engine.start_average(average, step, functools.partial(_outcome, buffer))

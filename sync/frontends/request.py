@@ -20,16 +20,27 @@ from ..engine.runtime import Runtime
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
 from ..plans.builders import plan_of_parameters
 from ..plans.plan import Frontend, Plan, PlanError
+from ..programs.named import exact_program
+from ..programs.spans import MEAN
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
 from .budget import within_budget
-from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
+from .checks.models import ddp_parameters, refuse_without_shape, sharded_frontend, why_uncompressed
 
 _CALLER = "attach"
+UNCOMPRESSED = Identity()
+"""The compressor of a request whose plan is found later. Until then the model averages its gradients itself."""
 _SERVED = {
     Frontend.DDP: "DistributedDataParallel models",
     Frontend.MODULE: "bare modules",
-    Frontend.FSDP: "models of fully_shard",
+    Frontend.HSDP: "models of fully_shard over replicas, or of replicate",
+    Frontend.FSDP: "models of fully_shard without replicas",
+}
+_MAKERS = {
+    Frontend.DDP: "gckernels plan --frontend ddp",
+    Frontend.MODULE: "gckernels plan --frontend module",
+    Frontend.HSDP: "sync.uniform_plan(model, ...)",
+    Frontend.FSDP: "sync.uniform_plan(model, ...)",
 }
 
 
@@ -74,6 +85,7 @@ def uniform_plan(
     ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
     parameters = as_named_parameters("uniform_plan", model) if ddp_model is None else ddp_parameters(ddp_model)
     refuse_without_shape("uniform_plan", parameters)
+    sharded = sharded_frontend(unwrapped) if isinstance(unwrapped, torch.nn.Module) else None
     method = as_method("uniform_plan: compressor", compressor)
     steps = as_program("uniform_plan", program)
     is_exempt = None if exempt == "default" else as_exempt("uniform_plan", exempt, parameters)
@@ -85,8 +97,10 @@ def uniform_plan(
     if world_size is None:
         if not dist.is_initialized():
             raise ValueError("uniform_plan: world_size must be given, because torch.distributed is not initialised")
-        world_size = dist.get_world_size(None if ddp_model is None else ddp_model.process_group)
-    made = plan_of_parameters(parameters, method, world_size, steps, is_exempt, shape)
+        group = None if ddp_model is None else ddp_model.process_group
+        world_size = dist.get_world_size(group if sharded is None else sharded.averaging(unwrapped))
+    span = MEAN if sharded is None else sharded.kind.span
+    made = plan_of_parameters(parameters, method, world_size, steps, is_exempt, shape, span)
     made.check(parameters.items(), world_size)
     return made
 
@@ -132,6 +146,7 @@ class Request:
         group: all ranks that average their gradients.
         everyone: all ranks of the model, which agree with each other.
         device: the device of the gradients.
+        plan: as given; :data:`UNCOMPRESSED` if a plan is to be found.
         options: the arguments for bare modules.
     """
 
@@ -210,8 +225,10 @@ class Request:
                 listed = "\n  ".join(changes)
                 warnings.warn(f"{_CALLER}: the plan does not fit the model:\n  {listed}", stacklevel=2)
             return fitted, f"plan {self.plan.fingerprint()[:16]}"
+        span = self.frontend.span
+        program = exact_program(span) if self.plan is UNCOMPRESSED else None
         compressor = as_method(f"{_CALLER}: plan", self.plan, otherwise="a Plan, an Auto")
-        made = plan_of_parameters(parameters, compressor, world_size)
+        made = plan_of_parameters(parameters, compressor, world_size, program, span=span)
         if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
             why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
             goes_on = "gradients are averaged exactly"
@@ -222,12 +239,16 @@ class Request:
     def _refuse_another_frontend(self, plan: Plan) -> None:
         """Raise :class:`PlanError` if the plan is for another kind of model."""
         made_for = plan.made_for
-        if made_for in (None, self.frontend):
+        if made_for is self.frontend or (made_for is None and plan.span == self.frontend.span):
             return
-        why = "its units have launches, and DDP has its own buckets" if plan.has_launches else "it says so (frontend)"
+        served = "models without shards" if made_for is None else _SERVED[made_for]
+        if plan.has_launches:
+            why = "its units have launches, and other models have their own buckets"
+        else:
+            why = f"its programs end with {plan.span.end}" if made_for is None else "it says so (frontend)"
         raise PlanError(
-            f"{_CALLER}: the plan is for {_SERVED[made_for]}: {why}; make a plan with gckernels plan --frontend "
-            f"{self.frontend.value}, or pass plan.for_frontend(sync.{self.frontend})"
+            f"{_CALLER}: the plan is for {served}: {why}; make a plan with {_MAKERS[self.frontend]}, or pass "
+            f"plan.for_frontend(sync.{self.frontend})"
         )
 
     def _check_settings(self) -> None:

@@ -8,12 +8,14 @@ import torch
 
 from ..communication.communicators import Communicators
 from ..plans.grouping import MessageSpec
+from ..programs.named import SHARDS
 from ..programs.stages import MessageKind
 from ..resources.feedback import Feedback
 from .encoded import EncodedMessage
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .seeds import Seeds
+from .shards import ShardMessage
 
 
 def build_message(
@@ -23,17 +25,21 @@ def build_message(
     feedback: Feedback,
     seeds: Seeds,
     shares: bool = False,
+    room: torch.Tensor | None = None,
 ) -> Message:
     """The message that a spec describes, with new buffers.
 
     Args:
         spec: the spec.
-        buffer: ``[numel]``, the bucket with the units of the message.
+        buffer: ``[numel]``, the bucket with the units of the message; ``[ranks, numel]`` if their means end in shards.
         communicators: the process groups of this rank.
         feedback: the residuals and factors.
         seeds: the seeds of the stochastic compressors.
         shares: as for :class:`~.message.DenseMessage`.
+        room: as for :class:`~.shards.ShardMessage`.
     """
+    if spec.program == SHARDS:
+        return ShardMessage(spec.units, buffer, room, communicators, feedback, seeds, spec.channel)
     if spec.kind == MessageKind.IN_PLACE:
         return DenseMessage(buffer[spec.start : spec.stop], spec.keys, communicators, shares)
     units = [Unit(unit.plan, buffer[unit.start : unit.stop]) for unit in spec.units]

@@ -115,14 +115,8 @@ class Codings:
         kind = kind_of(spec)
         encode = bind_encodes(encodings, scale, self._seeds.added(spec.place))
         work = self._sparing(spec, [encoding.residual for encoding in encodings], encode)
-        if kind != "worker":
-            return work
-        found = (
-            _watchable(unit.plan.key, encoding, scale)
-            for unit, encoding in zip(self._buffers.units, encodings, strict=True)
-        )
-        pieces = [piece for piece in found if piece is not None]
-        return _watched(self._feedback.watch, pieces, work) if pieces else work
+        keys = [unit.plan.key for unit in self._buffers.units]
+        return watched(self._feedback.watch, keys, encodings, work, scale) if kind == "worker" else work
 
     def _sparing(self, spec: StageSpec, residuals: Sequence[torch.Tensor | None], encode: Work) -> Work:
         """``encode`` as work that does not send the residuals of units that this rank has not used.
@@ -169,8 +163,22 @@ def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
     return Decoded(key, encoding.grad, decode, residual, encoding.compressor.accumulate)
 
 
-def _watched(watch: ProbeSchedule, pieces: Sequence[Encoded], encode: Work) -> Work:
-    """``encode`` as work that takes norms of the pieces as well, in steps of which these are wanted."""
+def watched(
+    watch: ProbeSchedule, keys: Sequence[str], encodings: Sequence[Encoding], encode: Work, scale: float = 1.0
+) -> Work:
+    """``encode`` as work that takes norms of what it encodes as well, in steps of which these are wanted.
+
+    Args:
+        watch: takes the norms.
+        keys: the name of the unit of each encoding.
+        encodings: the encodings.
+        encode: encodes them, times ``scale``.
+        scale: the factor of the payloads.
+    """
+    found = (_watchable(key, encoding, scale) for key, encoding in zip(keys, encodings, strict=True))
+    pieces = [piece for piece in found if piece is not None]
+    if not pieces:
+        return encode
 
     def work() -> None:
         readings = watch.now

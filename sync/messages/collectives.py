@@ -64,10 +64,10 @@ def bind_collective(
         case AllToAll():
             received = _zeros_like(sent, ranks * sources, chunks // ranks, n)
             if sources == 1:
-                return received, _bind_all_to_all(link, sent.view(received.shape), received)
+                return received, bind_all_to_all(link, sent.view(received.shape), received)
             order = sent.view(sources, ranks, chunks // ranks, n).transpose(0, 1)
             ordered = torch.zeros_like(received)
-            exchange = _bind_all_to_all(link, ordered, received)
+            exchange = bind_all_to_all(link, ordered, received)
 
             def reorder_and_exchange() -> Wait:
                 ordered.view(order.shape).copy_(order)
@@ -108,7 +108,7 @@ def _bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.T
     return _issuing(lambda: all_gather(received, row, group=link.group, async_op=True))
 
 
-def _bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:
+def bind_all_to_all(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:
     """The call that sends each rank its row of ``sent``, ``ranks`` rows one after the other."""
     if link.has_both_directions:
         shape = link.ranks, sent.numel() // link.ranks

@@ -11,11 +11,12 @@ from gckernels.codec import GRAD_DTYPES
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
-from ..programs.named import ALLREDUCE, default_program
+from ..programs.named import default_program, exact_program
+from ..programs.spans import MEAN, SHARD, Span
 from ..programs.steps import Program
 from ..programs.topology import Topology
 from .arguments import Exempt
-from .plan import Plan, PlanError, UnitPlan
+from .plan import Frontend, Plan, PlanError, UnitPlan
 from .strides import in_reals, memory_shape
 
 
@@ -35,6 +36,7 @@ def plan_of_parameters(
     program: Program | None = None,
     exempt: Exempt | None = None,
     topology: Topology | None = None,
+    span: Span = MEAN,
 ) -> Plan:
     """The plan of :func:`gckernels.sync.uniform_plan`, which checks the arguments and the result.
 
@@ -46,13 +48,13 @@ def plan_of_parameters(
         exempt: whether a parameter is sent exactly; ``None`` for :func:`exempt_vectors`, and for no parameter with a
             compressor whose payloads are added.
         topology: the machines and devices that the plan is for, if its program has levels.
+        span: the states between which its programs go.
     """
     if exempt is None:
         exempt = (lambda name, parameter: False) if compressor.traits.summable else exempt_vectors
     compressors = {name: compressor for name, parameter in parameters.items() if not exempt(name, parameter)}
-    return plan_of_compressors(
-        parameters, compressors, program or default_program(compressor, world_size), world_size, topology
-    )
+    steps = program or default_program(compressor, world_size, span)
+    return plan_of_compressors(parameters, compressors, steps, world_size, topology, span)
 
 
 def plan_of_compressors(
@@ -61,6 +63,7 @@ def plan_of_compressors(
     program: Program,
     world_size: int,
     topology: Topology | None = None,
+    span: Span = MEAN,
 ) -> Plan:
     """The plan in which each parameter has its own compressor, and all have the same program.
 
@@ -71,15 +74,17 @@ def plan_of_compressors(
         program: the program. Parameters of a dtype that no compressor takes are averaged in place.
         world_size: the number of ranks.
         topology: the machines and devices that the plan is for, if the program has levels.
+        span: the states between which the program goes.
     """
     units = []
     for name, parameter in parameters.items():
         reals = in_reals(parameter)
         encodable = reals.dtype in GRAD_DTYPES
         fitted = compressors[name].fit(memory_shape(reals)) if encodable and name in compressors else Identity()
-        steps = program if encodable else ALLREDUCE
+        steps = program if encodable else exact_program(span)
         units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
-    return Plan(tuple(units), topology).spread_roots(world_size)
+    frontend = Frontend.FSDP if span == SHARD else None
+    return Plan(tuple(units), topology, frontend=frontend).spread_roots(world_size)
 
 
 def resumable(saved: Plan, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> Plan:
@@ -98,14 +103,15 @@ def resumable(saved: Plan, parameters: Mapping[str, torch.nn.Parameter], world_s
     try:
         saved.check(parameters.items(), world_size)
     except PlanError:
-        anew = replace(saved.with_units(_with_default_program(unit, world_size) for unit in saved.units), topology=None)
+        units = (_with_default_program(unit, world_size, saved.span) for unit in saved.units)
+        anew = replace(saved.with_units(units), topology=None)
         anew.check(parameters.items(), world_size)
         return anew
     return saved
 
 
-def _with_default_program(unit: UnitPlan, world_size: int) -> UnitPlan:
+def _with_default_program(unit: UnitPlan, world_size: int, span: Span) -> UnitPlan:
     """The unit with the default program, with which it also shares messages."""
     if unit.in_place:
         return unit
-    return replace(unit, program=default_program(unit.compressor, world_size), root=0)
+    return replace(unit, program=default_program(unit.compressor, world_size, span), root=0)

@@ -9,12 +9,13 @@ import torch
 from gckernels.codec import GRAD_DTYPES, Codec
 from gckernels.ops import Identity
 
-from ..programs.named import ALLREDUCE, POWERSGD
+from ..programs.named import POWERSGD, exact_program
 from ..programs.sizes import sizes_of
+from ..programs.spans import SHARD, Span
 from ..programs.steps import Collective, Encode, Level, ProgramError, describe
 from ..programs.topology import Topology
 from .strides import in_reals
-from .units import UnitPlan
+from .units import UnitPlan, takes_shards
 
 # -------------------------------------------------------------------- units among themselves
 
@@ -55,6 +56,7 @@ def misfits(
     known: Mapping[str, torch.nn.Parameter],
     topology: Topology | None,
     world_size: int,
+    span: Span,
 ) -> list[str]:
     """Texts that say why units do not fit the parameters ``known``, or why their programs do not work.
 
@@ -63,6 +65,7 @@ def misfits(
         known: the parameters of the model by name.
         topology: the topology of the plan, if it has one.
         world_size: the number of ranks.
+        span: the states between which programs must go.
     """
     by_parameter = _by_parameter(units)
     wrong = [f"{name}: not in the plan" for name in known if name not in by_parameter]
@@ -76,13 +79,13 @@ def misfits(
             if problem := _parts_problem(parts, sum(in_reals(parameter).numel() for parameter in merged)):
                 wrong.append(f"{name}: {problem}")
             else:
-                problems = ((unit.key, _unit_problem(unit, merged, topology, world_size)) for unit in parts)
+                problems = ((unit.key, _unit_problem(unit, merged, topology, world_size, span)) for unit in parts)
                 wrong += [f"{key}: {problem}" for key, problem in problems if problem]
     return wrong + _mixed_launches(units, known)
 
 
 def fitted_units(
-    units: Sequence[UnitPlan], parameters: Mapping[str, torch.Tensor]
+    units: Sequence[UnitPlan], parameters: Mapping[str, torch.Tensor], span: Span
 ) -> tuple[tuple[UnitPlan, ...], list[str]]:
     """Units changed to fit the parameters, and a list of the changes.
 
@@ -113,7 +116,7 @@ def fitted_units(
             changes.append(f"{name}: averaged exactly")
             dtype = parameters[name].dtype
             launch = None if last is None else launches.setdefault(dtype, last + 1 + len(launches))
-            kept.append(UnitPlan(name, reals.numel(), Identity(), ALLREDUCE, False, launch=launch))
+            kept.append(UnitPlan(name, reals.numel(), Identity(), exact_program(span), False, launch=launch))
     return tuple(kept), changes
 
 
@@ -141,7 +144,7 @@ def _mixed_launches(units: Sequence[UnitPlan], known: Mapping[str, torch.nn.Para
 
 
 def _unit_problem(
-    unit: UnitPlan, merged: Sequence[torch.nn.Parameter], topology: Topology | None, world_size: int
+    unit: UnitPlan, merged: Sequence[torch.nn.Parameter], topology: Topology | None, world_size: int, span: Span
 ) -> str:
     """A text that says why the unit is not valid for the ``merged`` parameters; ``""`` if it is."""
     dtype = in_reals(merged[0]).dtype
@@ -155,12 +158,14 @@ def _unit_problem(
         return f"{unit.compressor.name} takes whole parameters, one by one"
     if unit.start is not None and unit.also:
         return "a part of merged parameters"
+    if span == SHARD and not takes_shards(unit.compressor):
+        return f"{unit.compressor.name} takes whole parameters, and FSDP has shards of them"
     levels = {step.level for step in unit.program if isinstance(step, Collective)}
     if topology is None and levels - {Level.FLAT}:
         return f"program {describe(unit.program)}: the plan has no topology"
     try:
         for _, compressor in unit.compressor.schedule:
-            sizes_of(unit.program, unit.numel, dtype, compressor, topology or Topology(world_size))
+            sizes_of(unit.program, unit.numel, dtype, compressor, topology or Topology(world_size), span)
     except ProgramError as error:
         return str(error)
     return ""

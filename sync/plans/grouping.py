@@ -23,10 +23,13 @@ class PlacedUnit:
     Attributes:
         plan: the plan of the unit.
         start: the index of its first element in the bucket, in real numbers.
+        row: if the bucket has a row for the shards of each rank, the elements of the unit in a full row, which begin at
+            ``start``; otherwise ``None``.
     """
 
     plan: UnitPlan
     start: int
+    row: int | None = None
 
     @property
     def stop(self) -> int:

@@ -19,6 +19,8 @@ import torch
 
 from gckernels.codec import CHUNK_ALIGN
 
+from ..programs.named import ALLTOALL, SHARDS, exact_program
+from ..programs.spans import MEAN, SHARD, Span
 from ..programs.topology import Topology
 from .arguments import differentiable
 from .checks import contradictions, fitted_units, misfits
@@ -41,7 +43,13 @@ class Frontend(Enum):
 
     DDP = "ddp"  # a DDP model, with its own buckets
     MODULE = "module"  # a bare module, with the launches of the plan
-    FSDP = "fsdp"  # a model of fully_shard or replicate, with its groups of parameters
+    HSDP = "hsdp"  # a model of fully_shard over replicas and shards, or of replicate, with its groups of parameters
+    FSDP = "fsdp"  # a model of fully_shard over all ranks, with its groups of parameters
+
+    @property
+    def span(self) -> Span:
+        """The states between which programs for such models go."""
+        return SHARD if self is Frontend.FSDP else MEAN
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Plan:
             raise PlanError(f"plan: prediction must be None or a Prediction, got {self.prediction!r}")
         if wrong := contradictions(self.units, self.channels):
             raise PlanError("plan contradicts itself:\n  " + "\n  ".join(wrong))
-        if self.has_launches and self.frontend == Frontend.DDP:
+        if self.has_launches and self.frontend not in (None, Frontend.MODULE):
             raise PlanError("plan: frontend must be None or Frontend.MODULE, because its units have launches")
 
     @property
@@ -99,6 +107,11 @@ class Plan:
     def made_for(self) -> Frontend | None:
         """The only kind of model that the plan can be attached to; ``None`` for both."""
         return Frontend.MODULE if self.has_launches else self.frontend
+
+    @property
+    def span(self) -> Span:
+        """The states between which its programs go."""
+        return MEAN if self.frontend is None else self.frontend.span
 
     def with_units(self, units: Iterable[UnitPlan]) -> Plan:
         """The plan with other units, and without its prediction, unless the units are the same."""
@@ -128,13 +141,22 @@ class Plan:
         return self.with_units(with_spread_roots(self.units, world_size))
 
     def for_frontend(self, frontend: Frontend | None) -> Plan:
-        """The plan for another kind of model, without its prediction. For DDP it loses its launches."""
+        """The plan for another kind of model, without its prediction.
+
+        Only plans for bare modules keep their launches. If the mean ends in shards, and did not before, or the other
+        way around, units get programs that end as they must, and work on any number of ranks.
+        """
         if frontend == self.frontend:
             return self
         units = self.units
-        if frontend == Frontend.DDP:
+        if frontend not in (None, Frontend.MODULE):
             units = tuple(replace(unit, launch=None) for unit in units)
-        return replace(self, units=units, frontend=frontend, prediction=None)
+        changed = replace(self, units=units, frontend=frontend, prediction=None)
+        if changed.span == self.span:
+            return changed
+        programs = (exact_program(changed.span), SHARDS if changed.span == SHARD else ALLTOALL)
+        units = tuple(replace(unit, program=programs[not unit.in_place]) for unit in units)
+        return replace(changed, units=units, topology=None)
 
     # ---------------------------------------------------------------- JSON and files
 
@@ -193,7 +215,7 @@ class Plan:
         Units of unknown parameters, or of parameters with another size, are left out. Parameters that are then in no
         unit are averaged exactly.
         """
-        units, changes = fitted_units(self.units, differentiable(parameters))
+        units, changes = fitted_units(self.units, differentiable(parameters), self.span)
         return self.with_units(units), changes
 
     def check(self, parameters: Iterable[tuple[str, torch.nn.Parameter]], world_size: int) -> None:
@@ -201,12 +223,12 @@ class Plan:
 
         Raises:
             PlanError: the message lists everything that is wrong: missing and unknown parameters, wrong sizes, parts
-                that leave gaps or overlap, launches of two dtypes, programs that do not end with the averaged gradient.
+                that leave gaps or overlap, launches of two dtypes, programs that do not end as the kind of model needs.
         """
         known = differentiable(parameters)
         if self.topology_of(world_size).world_size != world_size:
             raise PlanError(f"plan is for {self.topology}, here are {world_size} ranks")
-        if wrong := misfits(self.units, known, self.topology, world_size):
+        if wrong := misfits(self.units, known, self.topology, world_size, self.span):
             raise PlanError("plan does not fit the model:\n  " + "\n  ".join(wrong))
 
     def topology_of(self, world_size: int) -> Topology:

@@ -10,7 +10,7 @@ from typing import Annotated
 from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
 from gckernels.compressor import Compressor, from_json
 
-from ..programs.named import ALLREDUCE
+from ..programs.named import ALLREDUCE, REDUCE_SCATTER
 from ..programs.steps import Broadcast, Program, program_from_json, program_to_json
 from .arguments import plain_name
 from .json_records import JsonForm, from_value
@@ -89,8 +89,8 @@ class UnitPlan:
 
     @property
     def in_place(self) -> bool:
-        """Whether the unit is averaged where it lies, without compression."""
-        return len(self.program) == 1 and self.program == ALLREDUCE
+        """Whether the unit is averaged where it lies, without compression, or reduced to shards by FSDP2 itself."""
+        return len(self.program) == 1 and self.program in (ALLREDUCE, REDUCE_SCATTER)
 
     def has_residual(self, kind: str) -> bool:
         """Whether an encoding of the unit keeps a residual.
@@ -111,6 +111,12 @@ class UnitPlan:
     def at_step(self, step: int) -> UnitPlan:
         """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""
         return replace(self, compressor=self.compressor.at_step(step))
+
+
+def takes_shards(compressor: Compressor) -> bool:
+    """Whether a compressor can encode the shards of a parameter one by one, and so be used where the mean ends in
+    shards. Momenta and low-rank factors are of whole parameters."""
+    return isinstance(compressor, Codec) and compressor.traits.states == 1
 
 
 def parted(units: Iterable[UnitPlan], max_numel: int) -> Iterator[UnitPlan]:

@@ -82,7 +82,7 @@ def default_program(compressor: Compressor, world_size: int, span: Span = MEAN) 
     Args:
         compressor: the method of the unit.
         world_size: number of ranks.
-        span: :data:`~.spans.MEAN`, or :data:`~.spans.SHARD` for FSDP2.
+        span: ``MEAN``, or ``SHARD`` for FSDP2.
     """
     if span == SHARD:
         return SHARDS

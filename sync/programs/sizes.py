@@ -189,7 +189,7 @@ def sent_content(step: Step, before: Layout, after: Layout, topology: Topology) 
 def plain_sent_nbytes(nbytes: int, world_size: int, span: Span) -> float:
     """Bytes that each rank sends of gradients of ``nbytes`` bytes if nothing is compressed: in a ring all-reduce, or
     half of that if the mean ends in shards."""
-    return allreduce_sent_nbytes(nbytes, world_size) / (1 if span == MEAN else 2)
+    return (2 if span == MEAN else 1) * nbytes * (world_size - 1) / world_size
 
 
 def allreduce_sent_nbytes(nbytes: int, world_size: int) -> float:

@@ -16,12 +16,18 @@ from ..plans.names import program_name, short_spec
 from ..plans.plan import Frontend
 from ..plans.strides import in_reals
 from ..plans.units import UnitPlan
-from ..programs.sizes import allreduce_sent_nbytes, sent_nbytes, sizes_of
+from ..programs.sizes import plain_sent_nbytes, sent_nbytes, sizes_of
+from ..programs.spans import Span
 from ..programs.topology import Topology
 from ..stats.stats import Figures
 from .data import ReportData, UnitRow
 
-_AVERAGERS = {Frontend.DDP: "DistributedDataParallel", Frontend.MODULE: "a bare module", Frontend.FSDP: "FSDP"}
+_AVERAGERS = {
+    Frontend.DDP: "DistributedDataParallel",
+    Frontend.MODULE: "a bare module",
+    Frontend.HSDP: "HSDP",
+    Frontend.FSDP: "FSDP",
+}
 
 
 def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, title: str | None = None) -> ReportData:
@@ -53,7 +59,7 @@ def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, t
         start_step=plan.start_step,
         channels=plan.channels,
         residual_nbytes=residual_nbytes,
-        units=tuple(_row(unit, dtypes[unit.parameter], topology) for unit in plan.units),
+        units=tuple(_row(unit, dtypes[unit.parameter], topology, plan.span) for unit in plan.units),
         prediction=prediction,
         decisions=tuple(figures.journal.decisions),
         samples=figures.journal.samples,
@@ -61,9 +67,9 @@ def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, t
     )
 
 
-def _row(unit: UnitPlan, dtype: torch.dtype, topology: Topology) -> UnitRow:
+def _row(unit: UnitPlan, dtype: torch.dtype, topology: Topology, span: Span) -> UnitRow:
     nbytes, ranks = unit.numel * dtype.itemsize, topology.world_size
-    data = sizes_of(unit.program, unit.numel, dtype, unit.compressor, topology) if ranks > 1 else ()
+    data = sizes_of(unit.program, unit.numel, dtype, unit.compressor, topology, span) if ranks > 1 else ()
     steps = zip(unit.program, data, data[1:], strict=False)
     return UnitRow(
         name=unit.key,
@@ -73,7 +79,7 @@ def _row(unit: UnitPlan, dtype: torch.dtype, topology: Topology) -> UnitRow:
         program=program_name(unit.program, ranks),
         feedback=unit.feedback,
         sent_nbytes=sum(sent_nbytes(step, before, after, topology) for step, before, after in steps),
-        plain_nbytes=allreduce_sent_nbytes(nbytes, ranks),
+        plain_nbytes=plain_sent_nbytes(nbytes, ranks, span),
     )
 
 

@@ -242,7 +242,7 @@ def _check_plan(plan: Plan, topology: Topology, world_size: int) -> None:
         if unit.root >= world_size:
             raise ValueError(f"state: {unit.key}: root is {unit.root}, but the job had {world_size} ranks")
         try:
-            sizes_of(unit.program, unit.numel, torch.float32, unit.compressor, topology)
+            sizes_of(unit.program, unit.numel, torch.float32, unit.compressor, topology, plan.span)
         except ValueError as error:
             raise ValueError(f"state: {unit.key}: {error}") from error
 

@@ -10,7 +10,7 @@ from ..frontends.frontend import ModelFrontend, Overlap
 from ..plans.names import summary_of
 from ..plans.numbers import duration, plural, volume
 from ..plans.plan import Plan
-from ..programs.sizes import allreduce_sent_nbytes
+from ..programs.sizes import plain_sent_nbytes
 from .decisions import LOGGER, Decision
 from .history import WINDOW, Journal
 
@@ -29,7 +29,7 @@ class Figures:
     """
 
     def __init__(self, frontend: ModelFrontend) -> None:
-        self._frontend, self.journal = frontend, Journal()
+        self._frontend, self._span, self.journal = frontend, frontend.kind.span, Journal()
         self._fingerprinted: tuple[Plan, str] | None = None
 
     def decide(self, decision: Decision) -> None:
@@ -144,7 +144,8 @@ class Figures:
 
     def _plain_nbytes(self) -> float:
         """The bytes that this rank would send in a step without compression."""
-        return allreduce_sent_nbytes(self._frontend.averaged_nbytes, self._frontend.runtime.world_size)
+        frontend = self._frontend
+        return plain_sent_nbytes(frontend.averaged_nbytes, frontend.runtime.world_size, self._span)
 
     def _sent_nbytes(self) -> float:
         """The bytes that this rank has sent in the last step; before the first, those of a step without compression."""

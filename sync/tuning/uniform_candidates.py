@@ -11,9 +11,11 @@ from gckernels.ops import Identity
 
 from ..accuracy.accuracy import fitted, unfitted
 from ..communication.agreement import Failure, together
-from ..plans.builders import plan_of_compressors
+from ..plans.builders import plan_of_compressors, plan_of_parameters
 from ..plans.plan import Plan
+from ..plans.units import takes_shards
 from ..programs.named import default_program
+from ..programs.spans import MEAN, Span
 from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import TracedTensor
 from .trials.race import Race
@@ -41,7 +43,9 @@ class UniformCandidates:
         training, frontend = self._training, self._training.frontend
 
         def made() -> tuple[Plan, ...]:
-            found = candidates(frontend.sent_parameters(), stage, trace, training.ranks.world_size)
+            found = candidates(
+                frontend.sent_parameters(), stage, trace, frontend.runtime.world_size, frontend.kind.span
+            )
             return tuple(plan for plan in map(training.checked, found) if plan.compresses)
 
         return together(frontend.group, frontend.device, made)
@@ -52,33 +56,41 @@ class UniformCandidates:
 
 
 def candidates(
-    parameters: Mapping[str, torch.nn.Parameter], stage: Phase, trace: ModelTrace, world_size: int
+    parameters: Mapping[str, torch.nn.Parameter],
+    stage: Phase,
+    trace: ModelTrace,
+    world_size: int,
+    span: Span = MEAN,
 ) -> tuple[Plan, ...]:
     """A plan for each compressor of a rule, the one first that sends least, at most :data:`MOST`.
 
     Where the rule does not allow the compressor, as with signs for an embedding, the plan has the next one that sends
-    more and goes through the same program. If there is none, as for vectors, the plan is exact there.
+    more and goes through the same program. If there is none, as for vectors, the plan is exact there. Where the mean
+    ends in shards, one more plan sends everything exactly: FSDP2 on Gloo overlaps nothing, and sends twice as much.
 
     Args:
         parameters: the parameters by name.
         stage: the rule of accuracy.
         trace: the model, with the errors that are known of compressors.
         world_size: the number of ranks.
+        span: the states between which the programs of the plans go.
     """
-    ordered = sorted((each for each in stage.methods if each != Identity()), key=_payload_nbytes)
+    usable = (each for each in stage.methods if each != Identity() and (span == MEAN or takes_shards(each)))
+    ordered = sorted(usable, key=_payload_nbytes)
     tensors = {tensor.name: tensor for tensor in trace.tensors}
     plans: dict[str, Plan] = {}
     for at, method in enumerate(ordered):
-        program = default_program(method, world_size)
-        others = [each for each in ordered[at:] if default_program(each, world_size) == program]
+        program = default_program(method, world_size, span)
+        others = [each for each in ordered[at:] if default_program(each, world_size, span) == program]
         chosen = {
             name: next((each for each in others if _may_use(stage, each, tensors[name])), Identity())
             for name in parameters
         }
-        plan = plan_of_compressors(parameters, chosen, program, world_size)
+        plan = plan_of_compressors(parameters, chosen, program, world_size, span=span)
         if any(unfitted(unit.compressor) == method for unit in plan.units):
             plans.setdefault(plan.fingerprint(), plan)
-    return tuple(plans.values())[:MOST]
+    exact = () if span == MEAN else (plan_of_parameters(parameters, Identity(), world_size, span=span),)
+    return (*tuple(plans.values())[: MOST - len(exact)], *exact)
 
 
 def _may_use(stage: Phase, method: Compressor, tensor: TracedTensor) -> bool:

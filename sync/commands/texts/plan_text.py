@@ -22,6 +22,7 @@ from ..studies.sweeps import software_limit
 _FRONTENDS = {
     Frontend.DDP: "a DDP model's buckets",
     Frontend.MODULE: "a bare module",
+    Frontend.HSDP: "FSDP's groups of shards over replicas",
     Frontend.FSDP: "FSDP's groups of shards",
 }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class ModelHook:
@@ -33,15 +35,14 @@ class _NoHook:
         pass
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls a bound method as long as its object exists.
+def weakly(method: Callable[..., T]) -> Callable[..., T | None]:
+    """A function that calls a bound method as long as its object exists, and returns ``None`` afterwards.
 
     It does not keep that alive: torch's hooks are in C++, where the garbage collector sees no cycle.
     """
     weak = weakref.WeakMethod(method)
 
-    def call(*arguments: Any) -> None:
-        if (bound := weak()) is not None:
-            bound(*arguments)
+    def call(*arguments: Any) -> T | None:
+        return None if (bound := weak()) is None else bound(*arguments)
 
     return call

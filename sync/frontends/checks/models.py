@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,21 +24,24 @@ def ddp_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Par
     return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
 
 
-def has_fsdp_modules(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 shards or replicates the model or a part of it."""
+def sharded_frontend(model: torch.nn.Module) -> Any:
+    """The front end for a model that FSDP2 shards or replicates, or a part of which; ``None`` for other models. It is
+    imported when such a model exists, as FSDP is."""
     kinds = _known("torch.distributed.fsdp", "FSDPModule")
-    return any(isinstance(module, kinds) for module in model.modules())
+    if not any(isinstance(module, kinds) for module in model.modules()):
+        return None
+    return importlib.import_module("gckernels.sync.frontends.sharded").sharded_frontend(model)
 
 
 def refuse_sharded(caller: str, model: torch.nn.Module) -> None:
-    """Raise a TypeError if FSDP shards the model or a part of it, and no replicas average its shards."""
-    kinds = _known("torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel")
+    """Raise a TypeError if FSDP1 shards the model or a part of it."""
+    kinds = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             where = f"its module {name} is" if name else "it is"
             raise TypeError(
-                f"{caller}: the model is not supported, {where} sharded by FSDP over all ranks; use fully_shard with a "
-                "mesh of replicas and shards, or a model that is not sharded, bare or in DistributedDataParallel"
+                f"{caller}: the model is not supported, {where} in FullyShardedDataParallel; use fully_shard, or a "
+                "model that is not sharded, bare or in DistributedDataParallel"
             )
 
 

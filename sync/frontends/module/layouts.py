@@ -59,7 +59,7 @@ class Layouts:
         units = [unit for unit in plan.units if not trained.isdisjoint(unit.parameters)]
         present = trained.union(*(unit.parameters for unit in units))
         forms = {name: form for name, form in members.forms.items() if name in present}
-        fitted = plan.with_units(fitted_units(units, forms)[0])
+        fitted = plan.with_units(fitted_units(units, forms, plan.span)[0])
         dtypes = {name: form.dtype for name, form in forms.items()}
         before = {(bucket.units, bucket.expected): bucket for buckets in self._known.values() for bucket in buckets}
         buckets = []

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Average = Callable[[torch.Tensor, Any], bool]
-"""A function that gives a vector the reduction of those of all replicas, or returns ``False`` and leaves it alone."""
+Average = Callable[[torch.Tensor, Any], bool | None]
+"""A function that gives a vector the reduction of those of all replicas; or returns ``False`` or ``None``, and leaves
+it alone."""
 
 
 class ReplicaGroup(dist.ProcessGroup):
@@ -17,7 +18,8 @@ class ReplicaGroup(dist.ProcessGroup):
 
     Args:
         inner: the group for which it stands.
-        average: takes the vector and the operation of each all-reduce. If it returns ``False``, ``inner`` reduces.
+        average: takes the vector and the operation of each all-reduce. If it returns ``False`` or ``None``, ``inner``
+            reduces.
     """
 
     def __init__(self, inner: dist.ProcessGroup, average: Average) -> None:

@@ -65,6 +65,11 @@ class ShardGroup:
         return self._names
 
     @property
+    def is_dim0(self) -> bool:
+        """Whether all its parameters are sharded along their first dimension."""
+        return all(each.fsdp_placement.dim == 0 for each in self._alive.fsdp_params)
+
+    @property
     def is_replicated(self) -> bool:
         """Whether FSDP averages its gradients over replicas, after it has reduced them to shards."""
         return hasattr(self._alive.mesh_info, "replicate_process_group")
@@ -82,8 +87,7 @@ class ShardGroup:
 
     @replicas.setter
     def replicas(self, group: dist.ProcessGroup) -> None:
-        if (alive := self._group()) is not None:
-            alive.mesh_info.replicate_process_group = group
+        self._alive.mesh_info.replicate_process_group = group
 
     def restore_replicas(self) -> None:
         """Give FSDP its own group back."""
@@ -91,9 +95,49 @@ class ShardGroup:
             alive.mesh_info.replicate_process_group = alive.mesh_info.replicate_process_group.inner
 
     @property
+    def averaging(self) -> dist.ProcessGroup:
+        """The ranks whose averages are compressed: the replicas, or all ranks if there are none."""
+        info = self._alive.mesh_info
+        found: dist.ProcessGroup = info.replicate_process_group if self.is_replicated else info.shard_process_group
+        return found
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """FSDP's object that reduces the gradients to shards."""
+        return self._alive._reduce_scatter_comm
+
+    @reduce_scatter.setter
+    def reduce_scatter(self, comm: Any) -> None:
+        self._alive._reduce_scatter_comm = comm
+
+    def restore_reduce_scatter(self) -> None:
+        """Give FSDP its own object back."""
+        if (alive := self._group()) is not None:
+            alive._reduce_scatter_comm = alive._reduce_scatter_comm.inner
+
+    @property
     def averages_now(self) -> bool:
-        """Whether the next backward averages over the replicas."""
-        return bool(self._alive.reduce_grads and self._alive.all_reduce_grads)
+        """Whether the next backward averages gradients of all ranks."""
+        return bool(self._alive.reduce_grads and (self._alive.all_reduce_grads or not self.is_replicated))
+
+    @property
+    def divides_sums(self) -> bool:
+        """Whether FSDP divides gradients after it has added them up, if it does not average them."""
+        return bool(self._alive.gradient_divide_factor != 1)
+
+    def leaves_alone(self, reduced: torch.Tensor) -> bool:
+        """Whether FSDP only makes views of the reduced gradients before backward ends.
+
+        It reads them if it casts them, adds them to others, copies them to the host, or calls a hook.
+        """
+        group = self._alive
+        reads = group._all_reduce_hook is not None or reduced.dtype != group._orig_dtype
+        return not reads and not any(
+            each.offload_to_cpu
+            or each.sharded_param.grad is not None
+            or getattr(each.sharded_param, "_post_accumulate_grad_hooks", None)
+            for each in group.fsdp_params
+        )
 
     def shards(self) -> Iterator[Shard]:
         """The shards of the parameters that are not frozen, in the order in which FSDP reduces them."""
@@ -128,12 +172,6 @@ class ShardGroup:
         """The shape of each shard, by the name of its parameter."""
         pairs = zip(self._names, self._alive.fsdp_params, strict=True)
         return {name: each.sharded_size for name, each in pairs}
-
-
-def is_replicated(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 averages the gradients of a model over replicas."""
-    groups = shard_groups(model)
-    return bool(groups) and all(group.is_replicated for group in groups)
 
 
 def shard_groups(model: torch.nn.Module) -> list[ShardGroup]:

@@ -1,11 +1,13 @@
-"""Checks of models that FSDP2 averages over replicas, and of the plans that are attached to them."""
+"""Checks of models of FSDP2, and of the plans that are attached to them."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 
+from ...plans.arguments import plain_name
 from ...plans.plan import Plan, PlanError
 from ..checks.models import refuse_sparse_parameters, refuse_without_shape, refuse_without_values
 from ..checks.optimizer_checks import refuse_steps_in_backward
@@ -16,7 +18,7 @@ from .shard_groups import shard_groups
 
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
-    """The plan of a request for a model of replicas, and the texts that must be the same on all ranks."""
+    """The plan of a request for a model of FSDP2, and the texts that must be the same on all ranks."""
     request.options.refuse()
     groups = shard_groups(model)
     if not groups:
@@ -34,6 +36,21 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     if request.grad_scaler is not None or request.can_discard:
         raise ValueError(
             "attach: grad_scaler and can_discard must be None and False for a model of fully_shard or replicate"
+        )
+    if not groups[0].is_replicated and (group := next((each for each in groups if not each.is_dim0), None)):
+        raise ValueError(
+            f"attach: parameter {group.names[0]} or another of its group is sharded along a dimension that is not the "
+            "first, which is not supported without replicas"
+        )
+    left = [
+        name for name, each in model.named_parameters() if each.requires_grad and plain_name(name) not in parameters
+    ]
+    if left:
+        warnings.warn(
+            f"gckernels: FSDP has no group for parameter {left[0]}"
+            + (f" and {len(left) - 1} more" if left[1:] else "")
+            + "; their gradients stay those of each rank, as without an attachment",
+            stacklevel=2,
         )
     refuse_without_shape("attach", parameters)
     refuse_without_values("attach", parameters)

@@ -1,20 +1,18 @@
-"""The front end of models that FSDP2 averages over replicas: ``fully_shard`` over a mesh of two dimensions, and
-``replicate``.
+"""The base of front ends of models of FSDP2.
 
-FSDP reduces the gradients of a group of parameters to shards, and then averages the shards over the replicas.
-:class:`ShardedFrontend` takes the place of the process group of that average: the shards of a group are a bucket, which
-the runtime averages over the replicas. Everything else of FSDP is as it was.
+FSDP reduces the gradients of one group of parameters after the other. A front end takes the place of one of FSDP's
+collectives: what comes to it is a bucket of the runtime. Everything else of FSDP is as it was.
 
-A plan names whole parameters, so it is the same on all ranks. The runtime of a rank executes it for the shards that the
-rank has. Residuals are those of shards.
+A plan names whole parameters, so it is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,28 +20,25 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ...engine.bucket_messages import BucketMessages
-from ...engine.failures import FailedBucket
 from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
-from ...plans.plan import Frontend, Plan
+from ...plans.plan import Plan, UnitPlan
 from ..checks.hooks import weakly
 from ..frontend import ModelFrontend
 from ..request import Request
-from .replica_group import ReplicaGroup
 from .shard_groups import Shard, shard_groups
-from .shard_groups import is_replicated as is_replicated
 from .sharded_checks import checked_plan, fitting
 
 _AFTER = -1  # autograd's number of no backward, while FSDP reduces the last groups at its end
 
 
 @dataclass
-class _Bucket:
-    """The shards of a group on their way.
+class ShardBucket:
+    """The gradients of a group on their way.
 
     Attributes:
-        shards: the shards.
-        buffer: the vector in which they lie.
+        shards: the shards of the group.
+        buffer: the memory in which they lie.
         messages: the messages that send it.
     """
 
@@ -53,7 +48,7 @@ class _Bucket:
 
 
 class ShardedFrontend(ModelFrontend):
-    """The groups of parameters of a model whose shards are averaged over replicas. Construction is collective.
+    """The groups of parameters of a model of FSDP2. Construction is collective.
 
     Args:
         model: the model, which is not kept.
@@ -61,39 +56,30 @@ class ShardedFrontend(ModelFrontend):
         request: the settings of the attachment.
     """
 
-    kind = Frontend.FSDP
     checked_plan = staticmethod(checked_plan)
 
     @staticmethod
+    def averaging(model: torch.nn.Module) -> dist.ProcessGroup:
+        """The ranks whose averages are compressed."""
+        return shard_groups(model)[0].averaging
+
+    @staticmethod
     def groups(model: torch.nn.Module, _: object, /) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        group = shard_groups(model)[0]
+        if not (found := shard_groups(model)):  # which is refused later
+            return ModelFrontend.groups(model, None)
+        group = found[0]
         everyone, ranks = dist.distributed_c10d._get_default_group(), group.mesh.mesh.flatten().tolist()
         if len(ranks) < everyone.size():
             everyone = dist.new_group(ranks, use_local_synchronization=True)
-        return group.replicas, everyone
+        return group.averaging, everyone
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)
         self._model = weakref.ref(model)
         self._groups = shard_groups(model)
-        self._buckets: dict[int, _Bucket] = {}  # by the number of the group
-        self._memory: dict[torch.dtype, torch.Tensor] = {}
         self._backward: int | None = None  # the one that runs, as autograd numbers them
-        self._sent = 0  # buckets in it
         self._delivers: set[str] = set()  # parameters of which plans have left something behind
-        self._take(self.new_runtime(plan))
-        self.averaged_nbytes = sum(group.shards_nbytes() for group in self._groups)
-
-    def register(self) -> list[torch.nn.Module]:
-        model, weak = self._model(), weakref.ref(self)
-        assert model is not None
-        for index, group in enumerate(self._groups):
-            group.replicas = ReplicaGroup(group.replicas, _average(weak, index))
-        return [model]
-
-    def unregister(self) -> None:
-        for group in self._groups:
-            group.restore_replicas()
+        self._take(self.new_runtime(plan), {})
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: each for group in self._groups for name, each in group.parameters().items()}
@@ -102,106 +88,75 @@ class ShardedFrontend(ModelFrontend):
         """The parameters that are not frozen."""
         return {name: each for name, each in self.parameters().items() if each.requires_grad}
 
-    def numels(self) -> dict[str, int]:
-        return {name: shape.numel() for name, shape in self._shapes().items()}
-
     def deliver_to(self, names: Iterable[str]) -> None:
         self._delivers.update(names)
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the shards of this rank, by the name of their parameter."""
-        return {name: shape for group in self._groups for name, shape in group.shapes().items()}
 
     # ---------------------------------------------------------------- changes of the plan
 
     def checked(self, request: Request) -> tuple[Plan, list[str]]:
         return fitting(request, self.parameters())
 
-    def common(self, plan: Plan) -> Plan:
-        return _with_shapes(plan, {name: each.shape for name, each in self.parameters().items()})
-
-    def new_runtime(self, plan: Plan) -> Runtime:
-        local = _with_shapes(plan, self._shapes())
-        runtime = self.request.runtime(local, self.parameters(), synchronises=plan.compresses)
-        runtime.common_plan = plan
-        return runtime
-
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
         runtime.follow(self.runtime)
         buckets = {index: self._bound(runtime, index, each.buffer) for index, each in self._buckets.items()}
-        if runtime.synchronises:
+        if runtime.synchronises and not runtime.is_exact:
             for each in buckets.values():
                 each.messages.now()
 
         def install() -> None:
-            self._take(runtime)
-            self._buckets = buckets
+            self._take(runtime, buckets)
 
         return install
 
-    def _take(self, runtime: Runtime) -> None:
-        """Let a runtime execute its plan."""
-        self.runtime, self._buckets = runtime, {}
+    def _take(self, runtime: Runtime, buckets: Mapping[int, ShardBucket]) -> None:
+        """Let a runtime execute its plan, with the buckets that are known, by the numbers of their groups."""
+        self.runtime, self._buckets = runtime, dict(buckets)
 
-    def _bound(self, runtime: Runtime, index: int, buffer: torch.Tensor) -> _Bucket:
+    def _bound(self, runtime: Runtime, index: int, buffer: torch.Tensor) -> ShardBucket:
         """The shards of a group in a buffer, with their messages."""
-        units, shards = {unit.parameter: unit for unit in runtime.plan.units}, tuple(self._groups[index].shards())
-        placed = [PlacedUnit(units[shard.name], shard.start) for shard in shards]
-        return _Bucket(shards, buffer, BucketMessages(runtime, buffer, placed))
+        units = self._units(runtime, index)
+        shards = tuple(self._groups[index].shards())
+        return ShardBucket(shards, buffer, self._messages(runtime, index, buffer, units))
+
+    def _units(self, runtime: Runtime, index: int) -> list[PlacedUnit]:
+        """The units of a group with their places in a buffer."""
+        plans = {unit.parameter: unit for unit in runtime.plan.units}
+        return [self._placed(plans[shard.name], shard) for shard in self._groups[index].shards()]
+
+    @abstractmethod
+    def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
+        """The plan of a unit with its place in a buffer."""
+
+    @abstractmethod
+    def _messages(
+        self, runtime: Runtime, index: int, buffer: torch.Tensor, units: Sequence[PlacedUnit]
+    ) -> BucketMessages:
+        """The messages of a group."""
+
+    def _bucket(self, index: int, buffer: torch.Tensor) -> ShardBucket:
+        """The shards of a group, which lie in a buffer now."""
+        bucket, shards = self._buckets.get(index), tuple(self._groups[index].shards())
+        if bucket is None or bucket.shards != shards or bucket.buffer.dtype != buffer.dtype:
+            bucket = self._buckets[index] = self._bound(self.runtime, index, buffer)
+        return bucket
 
     # ---------------------------------------------------------------- steps
 
-    def average(self, index: int, vector: torch.Tensor, operation: Any) -> bool:
-        """Give the shards of a group their means over the replicas, or their sums.
+    def _begun(self) -> Runtime:
+        """The runtime, in the step of the backward that runs.
 
-        Returns:
-            ``False`` if the replicas shall do so themselves, because the plan compresses nothing, or some parameters of
-            the group have no gradient.
+        Raises:
+            RuntimeError: nothing can be sent any more.
         """
         runtime, task = self.runtime, torch._C._current_graph_task_id()
-        if self._backward is None or task not in (self._backward, _AFTER):  # an earlier one may have been given up
-            self._backward, self._sent = task, 0
-            runtime.unused.begin()
-            Variable._execution_engine.queue_callback(weakly(self._end_step))
         if (problem := runtime.problem) is not None:
             raise problem
-        shards = tuple(self._groups[index].shards())
-        if vector.numel() != sum(shard.row for shard in shards):
-            return False
-        self._deliver(shards, vector)
-        if not runtime.synchronises or operation not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            return False
-        buffer = self._buffer(vector)
-        bucket = self._buckets.get(index)
-        if bucket is None or bucket.shards != shards or bucket.buffer.dtype != buffer.dtype:
-            bucket = self._buckets[index] = self._bound(runtime, index, buffer)
-        bucket.buffer.copy_(vector)
-        sent = runtime.submit(bucket.messages.now(), bucket.buffer, first=not self._sent)
-        self._sent += 1
-        runtime.release()
-        if isinstance(outcome := sent.wait(), FailedBucket):
-            raise outcome.error
-        if operation == dist.ReduceOp.SUM:
-            torch.mul(bucket.buffer, runtime.world_size, out=vector)
-        else:
-            vector.copy_(bucket.buffer)
-        return True
-
-    def _deliver(self, shards: Iterable[Shard], vector: torch.Tensor) -> None:
-        """Add what plans have left behind to the shards in a vector."""
-        for shard in shards:
-            if shard.name in self._delivers:
-                gradient = vector[shard.start : shard.start + shard.numel]
-                holder = torch.empty_like(gradient)
-                holder.grad = gradient
-                self.calls.deliver(shard.name, holder)
-
-    def _buffer(self, vector: torch.Tensor) -> torch.Tensor:
-        """Memory for a vector, which all groups share: the average of one has ended when that of the next begins."""
-        if vector.dtype not in self._memory:
-            largest = max(sum(group.rows()) for group in self._groups)
-            self._memory[vector.dtype] = torch.zeros(largest, dtype=vector.dtype, device=vector.device)
-        return self._memory[vector.dtype][: vector.numel()]
+        if self._backward is None or task not in (self._backward, _AFTER):  # an earlier one may have been given up
+            self._backward = task
+            runtime.unused.begin()
+            runtime.begin_step()
+            Variable._execution_engine.queue_callback(weakly(self._end_step))
+        return runtime
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -236,22 +191,3 @@ class ShardedFrontend(ModelFrontend):
             yield
         finally:
             model.set_requires_gradient_sync(before)
-
-
-def _with_shapes(plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """The plan for parameters of other shapes; a parameter that is not among them keeps its own."""
-    units = (
-        replace(unit, numel=shape.numel(), compressor=unit.compressor.fit(tuple(shape)))
-        if (shape := shapes.get(unit.parameter)) is not None
-        else unit
-        for unit in plan.units
-    )
-    return replace(plan, units=tuple(units), prediction=None)
-
-
-def _average(weak: weakref.ref[ShardedFrontend], index: int) -> Callable[[torch.Tensor, Any], bool]:
-    def average(vector: torch.Tensor, operation: Any) -> bool:
-        frontend = weak()
-        return frontend is not None and frontend.is_open and frontend.average(index, vector, operation)
-
-    return average

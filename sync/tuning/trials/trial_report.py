@@ -25,6 +25,7 @@ _BARE = 0.05
 _HOW = {
     Frontend.DDP: "by DDP, without a hook",
     Frontend.MODULE: "in the buckets of plain steps",
+    Frontend.HSDP: "by FSDP itself",
     Frontend.FSDP: "by FSDP itself",
 }
 

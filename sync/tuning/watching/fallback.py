@@ -14,8 +14,9 @@ from gckernels.ops import Identity
 
 from ...accuracy.accuracy import AccuracyLike, allowed_compressors, error_on, unfitted
 from ...plans.plan import Plan, UnitPlan
-from ...programs.named import ALLREDUCE, default_program
+from ...programs.named import default_program, exact_program
 from ...programs.sizes import sizes_of
+from ...programs.spans import Span
 from ...programs.steps import Program, ProgramError
 from ...programs.topology import Topology
 from ...traces.model_trace import ModelTrace
@@ -41,7 +42,7 @@ def finer(plan: Plan, faults: Iterable[Fault], trace: ModelTrace, accuracy: Accu
     topology = plan.topology or Topology(world_size)
     errors = {fault.key: fault.error if math.isfinite(fault.error) else 0.0 for fault in faults}
     return plan.with_units(
-        _finer(unit, errors[unit.key], tensors, allowed, topology, world_size) if unit.key in errors else unit
+        _finer(unit, errors[unit.key], tensors, allowed, topology, plan.span) if unit.key in errors else unit
         for unit in plan.units
     )
 
@@ -83,7 +84,7 @@ def _finer(
     tensors: Mapping[str, TracedTensor],
     allowed: Mapping[str, tuple[Compressor, ...]],
     topology: Topology,
-    world_size: int,
+    span: Span,
 ) -> UnitPlan:
     """A unit with the next finer compressor, or averaged exactly."""
     mine = [tensors[name] for name in unit.parameters if name in tensors]
@@ -97,9 +98,9 @@ def _finer(
         errors = {method: max(_error(method, tensor) for tensor in mine) for method in coded}
         for method in sorted(coded, key=lambda method: (-errors[method], str(method))):
             if errors[method] < limit:
-                for program in _programs(unit, method, mine[0].dtype, topology, world_size):
+                for program in _programs(unit, method, mine[0].dtype, topology, span):
                     return _coded(unit, method, program)
-    return replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False, message=None, channel=None)
+    return replace(unit, compressor=Identity(), program=exact_program(span), feedback=False, message=None, channel=None)
 
 
 def _error(method: Compressor, tensor: TracedTensor) -> float:
@@ -107,13 +108,11 @@ def _error(method: Compressor, tensor: TracedTensor) -> float:
     return float("inf") if found is None else found.value
 
 
-def _programs(
-    unit: UnitPlan, method: Codec, dtype: torch.dtype, topology: Topology, world_size: int
-) -> Iterator[Program]:
+def _programs(unit: UnitPlan, method: Codec, dtype: torch.dtype, topology: Topology, span: Span) -> Iterator[Program]:
     """The programs through which a unit can go with a compressor, its own first."""
-    for program in dict.fromkeys((unit.program, default_program(method, world_size))):
+    for program in dict.fromkeys((unit.program, default_program(method, topology.world_size, span))):
         try:
-            sizes_of(program, unit.numel, dtype, method, topology)
+            sizes_of(program, unit.numel, dtype, method, topology, span)
         except ProgramError:
             continue
         yield program

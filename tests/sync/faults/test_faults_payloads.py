@@ -85,8 +85,11 @@ class Wire:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.armed: tuple[str, Callable[[torch.Tensor], None]] | None = None
         self.damaged = 0
-        for name in ("all_gather", "all_to_all", "hop"):
-            found = f"_bind_{name}"
+        for name, found in (
+            ("all_gather", "_bind_all_gather"),
+            ("all_to_all", "bind_all_to_all"),
+            ("hop", "_bind_hop"),
+        ):
             patch.setattr(collectives, found, self._exchanging(name, getattr(collectives, found)))
         for name in ("gather", "broadcast"):
             patch.setattr(dist, name, self._sending(name, getattr(dist, name)))

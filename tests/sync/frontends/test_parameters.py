@@ -194,16 +194,11 @@ def _fsdp(mesh: Any) -> nn.Module:
     return fully_shard(linear(), mesh=mesh)
 
 
-def _first_layer(sharded: bool) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
+def _first_layer() -> nn.Module:
     from torch.distributed.tensor import distribute_module
 
     module = linear()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if sharded:
-        fully_shard(module[0], mesh=mesh)
-    else:
-        distribute_module(module[0], mesh)
+    distribute_module(module[0], init_device_mesh("cpu", (dist.get_world_size(),)))
     return module
 
 
@@ -231,21 +226,9 @@ def _under_an_attachment(model: nn.Module) -> nn.Module:
 _KEPT: list[Any] = []
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "FSDP2": (
-        lambda: attach(_fsdp(init_device_mesh("cpu", (2,))), BlockQuant()),
-        "TypeError: attach: the model is not supported, it is sharded by FSDP",
-    ),
     "FSDP2 with a group": (_hybrid, "ValueError: attach: process_group must be None for a model that is not bare"),
-    "FSDP2 to attach": (
-        lambda: attach(_fsdp(init_device_mesh("cpu", (2,))), BlockQuant()),
-        "TypeError: attach: the model is not supported, it is sharded by FSDP",
-    ),
-    "a part with FSDP2": (
-        lambda: attach(_first_layer(True), BlockQuant()),
-        "TypeError: attach: the model is not supported, its module 0 is sharded by FSDP",
-    ),
     "a DTensor": (
-        lambda: attach(_first_layer(False), BlockQuant()),
+        lambda: attach(_first_layer(), BlockQuant()),
         "TypeError: attach: parameter 0.weight is a DTensor",
     ),
     "no values": (

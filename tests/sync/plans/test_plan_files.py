@@ -124,7 +124,7 @@ def test_entries_that_no_version_has_are_named():
 
 @pytest.mark.parametrize("value", ["DDP", 1, ["ddp"], {}])
 def test_the_names_of_ways_to_attach(value):
-    with pytest.raises(PlanError, match="frontend must be one of ddp, module, fsdp, got"):
+    with pytest.raises(PlanError, match="frontend must be one of ddp, module, hsdp, fsdp, got"):
         Plan.from_json(record(frontend=value))
 
 

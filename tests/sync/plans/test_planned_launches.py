@@ -24,6 +24,8 @@ from gckernels.sync.programs import (
     POWERSGD,
     Program,
 )
+from gckernels.sync.programs.named import REDUCE_SCATTER, SHARDS
+from gckernels.sync.programs.spans import MEAN, SHARD
 
 QUANT, EXACT = BlockQuant(), Identity()
 SOURCE = Source("lab", "5f3c")
@@ -187,6 +189,17 @@ def test_plans_with_launches_are_for_the_module():
     back = hooked.for_frontend(Frontend.MODULE)
     assert (back.units, back.frontend) == (hooked.units, Frontend.MODULE)
     assert plan.for_frontend(None) is plan
+
+
+def test_a_plan_for_another_end_of_the_mean_has_other_programs():
+    exact = dataclasses.replace(unit("b", launch=1), compressor=Identity(), program=ALLREDUCE)
+    plan = Plan((unit("a", launch=0, message=2), exact), channels=2, prediction=PREDICTION)
+    sharded = plan.for_frontend(Frontend.FSDP)
+    assert [each.program for each in sharded.units] == [SHARDS, REDUCE_SCATTER]
+    assert (sharded.span, sharded.has_launches, sharded.prediction) == (SHARD, False, None)
+    back = sharded.for_frontend(Frontend.HSDP)
+    assert [each.program for each in back.units] == [ALLTOALL, ALLREDUCE]
+    assert back.span == MEAN
 
 
 def test_a_changed_plan_has_no_prediction():

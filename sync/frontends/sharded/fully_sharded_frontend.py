@@ -1,0 +1,155 @@
+"""The front end of models that FSDP2 shards over all ranks.
+
+:class:`FullyShardedFrontend` takes the place of FSDP's reduce-scatter of each group of parameters. FSDP copies the
+gradients of a group into rows, one for each rank, with the shards that the rank will have; the runtime encodes the rows
+and sends each to its rank, which decodes the mean. Residuals are of whole parameters.
+
+On the host the result of a group is awaited when backward ends, or its memory is needed for another one, if FSDP does
+nothing with it before. Where it does, the result is awaited at once. On a device, streams wait, and not the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gckernels.ops import Identity
+
+from ...engine.bucket_messages import BucketMessages
+from ...engine.runtime import Runtime
+from ...messages.shards import add_to_rows, room_nbytes
+from ...plans.grouping import PlacedUnit
+from ...plans.plan import Frontend, Plan, UnitPlan
+from ...programs.named import SHARDS
+from ..checks.hooks import weakly
+from ..request import Request
+from .reduce_scatter import BUFFERS, ReduceScatterComm, RowsBuffer, factor_of, kind_of
+from .shard_groups import Shard
+from .sharded_frontend import ShardedFrontend
+
+
+class FullyShardedFrontend(ShardedFrontend):
+    """The groups of parameters of a model whose shards are on all ranks. Construction is collective.
+
+    Args:
+        model: the model, which is not kept.
+        plan: the plan that runs first, which all ranks have agreed on.
+        request: the settings of the attachment.
+    """
+
+    kind = Frontend.FSDP
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
+        super().__init__(model, plan, request)
+        self.averaged_nbytes = sum(each.nbytes for each in self.parameters().values())
+        self._row_numels = [sum(group.rows()) for group in self._groups]
+        largest = max(self._row_numels) * self.runtime.world_size
+        self._rows = [RowsBuffer(largest, self.device) for _ in range(BUFFERS)]
+        self._room: tuple[Runtime | None, int] = (None, 0)  # the bytes that messages of a runtime need
+
+    def register(self) -> list[torch.nn.Module]:
+        model = self._model()
+        assert model is not None
+        for index, group in enumerate(self._groups):
+            room = functools.partial(weakly(self.room), index)
+            reduce = functools.partial(weakly(self.reduce), index)
+            group.reduce_scatter = ReduceScatterComm(group.reduce_scatter, room, reduce)
+        return [model]
+
+    def unregister(self) -> None:
+        for group in self._groups:
+            group.restore_reduce_scatter()
+
+    def numels(self) -> dict[str, int]:
+        return {name: each.numel() for name, each in self.parameters().items()}
+
+    def new_runtime(self, plan: Plan) -> Runtime:
+        return self.request.runtime(plan, self.parameters(), synchronises=plan.compresses)
+
+    def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
+        # the program that all units of a message need
+        sent = replace(plan, compressor=Identity(), program=SHARDS) if plan.in_place else plan
+        return PlacedUnit(sent, shard.start, shard.row)
+
+    def _messages(
+        self, runtime: Runtime, index: int, buffer: torch.Tensor, units: Sequence[PlacedUnit]
+    ) -> BucketMessages:
+        if self._room[0] is not runtime:
+            needed = (room_nbytes(self._units(runtime, each), runtime.world_size) for each in range(len(self._groups)))
+            self._room = runtime, max(needed)
+        room = self._buffer_of(index).room(self._room[1])[: room_nbytes(units, runtime.world_size)]
+        return BucketMessages(runtime, buffer, units, room=room)
+
+    def _buffer_of(self, index: int) -> RowsBuffer:
+        """The memory in which the gradients of a group travel."""
+        return self._rows[index % BUFFERS]
+
+    # ---------------------------------------------------------------- steps
+
+    def room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for the gradients of a group; ``None`` if FSDP reduces them itself, or some have none."""
+        runtime = self.runtime
+        if not (self.is_open and runtime.synchronises) or runtime.is_exact or not self._fits(index, numel):
+            return None
+        return self._buffer_of(index).rows(numel, dtype)
+
+    def reduce(self, index: int, output: torch.Tensor, vector: torch.Tensor, operation: Any) -> bool:
+        """Give ``output`` the shards of this rank in the mean of a group, or FSDP's multiple of it.
+
+        Returns:
+            ``False`` if FSDP shall do so itself, because nothing of the group is compressed, or some of its parameters
+            have no gradient.
+        """
+        if not self.is_open:
+            return False
+        buffer = self._buffer_of(index)
+        with buffer.filled():
+            runtime = self._begun()
+            if not self._fits(index, vector.numel()):
+                return False
+            rows = vector.view(runtime.world_size, -1)
+            if self._delivers or runtime.is_draining:
+                units = self._units(runtime, index)
+                self._deliver(units, rows)
+                runtime.add_unsent(rows, units)
+            if not buffer.holds(vector):
+                return False
+            sent = runtime.submit(self._bucket(index, rows).messages.now(), rows, first=False)
+        factor = factor_of(operation, runtime.world_size)
+        buffer.send(sent, functools.partial(torch.mul, rows[runtime.rank], factor, out=output))
+        if not self._may_defer(index, output, operation):
+            runtime.release()
+            buffer.settle()
+        return True
+
+    def _may_defer(self, index: int, output: torch.Tensor, operation: Any) -> bool:
+        """Whether the result of a group may come later, because FSDP does nothing with it before backward ends. On a
+        device streams wait for the result, and the host does not."""
+        group = self._groups[index]
+        divides = kind_of(operation) == dist.ReduceOp.SUM and group.divides_sums
+        return self.device.type == "cpu" and not divides and group.leaves_alone(output)
+
+    def _fits(self, index: int, numel: int) -> bool:
+        """Whether all parameters of a group that are not frozen have gradients."""
+        return numel == self.runtime.world_size * sum(shard.row for shard in self._groups[index].shards())
+
+    def _deliver(self, units: Sequence[PlacedUnit], rows: torch.Tensor) -> None:
+        """Add what plans have left behind to the gradients of a group."""
+        for unit in units:
+            if unit.plan.parameter in self._delivers:
+                holder = torch.empty(unit.plan.numel, dtype=torch.float32, device=rows.device)
+                holder.grad = torch.zeros_like(holder)
+                self.calls.deliver(unit.plan.parameter, holder)
+                add_to_rows(unit, holder.grad, rows)
+
+    @torch.no_grad()
+    def _end_step(self) -> None:
+        self.runtime.release()
+        for buffer in self._rows:
+            buffer.settle()
+        super()._end_step()

@@ -1,0 +1,135 @@
+"""The front end of models that FSDP2 averages over replicas: ``fully_shard`` over a mesh of two dimensions, and
+``replicate``.
+
+FSDP reduces the gradients of a group of parameters to shards, and then averages the shards over the replicas.
+:class:`ReplicatedFrontend` takes the place of the process group of that average: the shards of a group are a bucket,
+which the runtime averages over the replicas. The runtime of a rank executes the plan for the shards that the rank has.
+Residuals are those of shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...engine.bucket_messages import BucketMessages
+from ...engine.failures import FailedBucket
+from ...engine.runtime import Runtime
+from ...plans.grouping import PlacedUnit
+from ...plans.plan import Frontend, Plan, UnitPlan
+from ..checks.hooks import weakly
+from ..request import Request
+from .replica_group import ReplicaGroup
+from .shard_groups import Shard
+from .sharded_frontend import ShardedFrontend
+
+
+class ReplicatedFrontend(ShardedFrontend):
+    """The groups of parameters of a model whose shards are averaged over replicas. Construction is collective.
+
+    Args:
+        model: the model, which is not kept.
+        plan: the plan that runs first, which all ranks have agreed on.
+        request: the settings of the attachment.
+    """
+
+    kind = Frontend.HSDP
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
+        super().__init__(model, plan, request)
+        self.averaged_nbytes = sum(group.shards_nbytes() for group in self._groups)
+        self._memory: dict[torch.dtype, torch.Tensor] = {}
+
+    def register(self) -> list[torch.nn.Module]:
+        model = self._model()
+        assert model is not None
+        for index, group in enumerate(self._groups):
+            group.replicas = ReplicaGroup(group.replicas, functools.partial(weakly(self.average), index))
+        return [model]
+
+    def unregister(self) -> None:
+        for group in self._groups:
+            group.restore_replicas()
+
+    def numels(self) -> dict[str, int]:
+        return {name: shape.numel() for name, shape in self._shapes().items()}
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the shards of this rank, by the name of their parameter."""
+        return {name: shape for group in self._groups for name, shape in group.shapes().items()}
+
+    def common(self, plan: Plan) -> Plan:
+        return _with_shapes(plan, {name: each.shape for name, each in self.parameters().items()})
+
+    def new_runtime(self, plan: Plan) -> Runtime:
+        local = _with_shapes(plan, self._shapes())
+        runtime = self.request.runtime(local, self.parameters(), synchronises=plan.compresses)
+        runtime.common_plan = plan
+        return runtime
+
+    def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
+        return PlacedUnit(plan, shard.start)
+
+    def _messages(
+        self, runtime: Runtime, index: int, buffer: torch.Tensor, units: Sequence[PlacedUnit]
+    ) -> BucketMessages:
+        return BucketMessages(runtime, buffer, units)
+
+    def average(self, index: int, vector: torch.Tensor, operation: Any) -> bool:
+        """Give the shards of a group their means over the replicas, or their sums.
+
+        Returns:
+            ``False`` if the replicas shall do so themselves, because the plan compresses nothing, or some parameters of
+            the group have no gradient.
+        """
+        if not self.is_open:
+            return False
+        runtime, shards = self._begun(), tuple(self._groups[index].shards())
+        if vector.numel() != sum(shard.row for shard in shards):
+            return False
+        self._deliver(shards, vector)
+        if not runtime.synchronises or operation not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            return False
+        bucket = self._bucket(index, self._buffer(vector))
+        bucket.buffer.copy_(vector)
+        sent = runtime.submit(bucket.messages.now(), bucket.buffer, first=False)
+        runtime.release()
+        if isinstance(outcome := sent.wait(), FailedBucket):
+            raise outcome.error
+        if operation == dist.ReduceOp.SUM:
+            torch.mul(bucket.buffer, runtime.world_size, out=vector)
+        else:
+            vector.copy_(bucket.buffer)
+        return True
+
+    def _deliver(self, shards: Iterable[Shard], vector: torch.Tensor) -> None:
+        """Add what plans have left behind to the shards in a vector."""
+        for shard in shards:
+            if shard.name in self._delivers:
+                gradient = vector[shard.start : shard.start + shard.numel]
+                holder = torch.empty_like(gradient)
+                holder.grad = gradient
+                self.calls.deliver(shard.name, holder)
+
+    def _buffer(self, vector: torch.Tensor) -> torch.Tensor:
+        """Memory for a vector, which all groups share: the average of one has ended when that of the next begins."""
+        if vector.dtype not in self._memory:
+            largest = max(sum(group.rows()) for group in self._groups)
+            self._memory[vector.dtype] = torch.zeros(largest, dtype=vector.dtype, device=vector.device)
+        return self._memory[vector.dtype][: vector.numel()]
+
+
+def _with_shapes(plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
+    """The plan for parameters of other shapes; a parameter that is not among them keeps its own."""
+    units = (
+        replace(unit, numel=shape.numel(), compressor=unit.compressor.fit(tuple(shape)))
+        if (shape := shapes.get(unit.parameter)) is not None
+        else unit
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units), prediction=None)

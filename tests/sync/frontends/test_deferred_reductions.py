@@ -1,0 +1,93 @@
+"""Reductions to shards whose results FSDP gets when backward ends: they change nothing, and are awaited wherever FSDP
+would read them before."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+from gckernels import sync
+from gckernels.sync.frontends.sharded.fully_sharded_frontend import FullyShardedFrontend
+from ranks import run_ranks, values_of
+from sharded_models import SETTINGS, Setting, adamw, digest, fsdp_modules, model_of, train
+
+STEPS = 3
+CODECS = ("Identity", "BlockQuant(bits=4)", "EFSignSGD", "TopK(ratio=0.1)", "ChunkTopK", "QSGD", "Cast16", "RandomK")
+
+
+def _halve(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+
+
+def _sum(model: Any) -> None:
+    for part in fsdp_modules(model):
+        part.set_force_sum_reduction_for_comms(True)
+
+
+def _double_means(model: Any) -> None:
+    for part in fsdp_modules(model):
+        part.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+
+
+READS = {
+    "casts": SETTINGS["bf16"],
+    "adds": SETTINGS["every microbatch"],
+    "divides": Setting(prepare=_sum),
+    "hooks of parameters": Setting(prepare=_halve),
+    "hooks of reductions": Setting(prepare=_double_means),
+}
+
+
+def trained(setting: Setting, plan: str | None, defers: bool | None = None) -> tuple[str, int]:
+    """The digest of a training, and how many reductions were deferred; all or none of them if ``defers`` says so."""
+    model = model_of(setting, "fsdp")
+    attachment = None if plan is None else sync.attach(model, plan)
+    may_defer, deferred = FullyShardedFrontend._may_defer, []
+
+    def chosen(self: Any, *arguments: Any) -> bool:
+        answer = may_defer(self, *arguments) if defers is None else defers
+        deferred.append(answer)
+        return answer
+
+    with mock.patch.object(FullyShardedFrontend, "_may_defer", chosen):
+        train(model, setting, range(STEPS), adamw(model))
+    found = digest(model)
+    if attachment is not None:
+        attachment.close()
+    return found, sum(deferred)
+
+
+def awaited_or_not() -> dict[str, list[tuple[str, int]]]:
+    return {spec: [trained(SETTINGS["plain"], spec, defers) for defers in (None, False)] for spec in CODECS}
+
+
+def test_a_deferred_result_is_that_of_an_awaited_one():
+    for found in values_of(run_ranks(2, awaited_or_not)):
+        for spec, ((deferred, count), (awaited, none)) in found.items():
+            assert deferred == awaited, spec
+            assert (count, none) == (3 * (STEPS - 1), 0), spec  # the first step is averaged by FSDP
+
+
+def read_before_the_end() -> dict[str, list[tuple[str, int]]]:
+    """By setting: trainings without an attachment, with one, and with one that defers what it must not."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # memory is filled with NaN
+    try:
+        return {
+            name: [trained(setting, None), trained(setting, "Identity"), trained(setting, "Identity", True)]
+            for name, setting in READS.items()
+        }
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_what_fsdp_reads_is_awaited():
+    for found in values_of(run_ranks(2, read_before_the_end)):
+        for name, ((alone, _), (attached, deferred), (wrong, _)) in found.items():
+            assert attached == alone, name
+            assert wrong != alone, name
+            if name != "adds":  # the first microbatch of a step finds no gradients
+                assert deferred == 0, name
