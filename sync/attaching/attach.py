@@ -33,6 +33,7 @@ def attach(
     memory_budget_mb: float | None = None,
     grad_scaler: GradScaler | None = None,
     can_discard: bool = False,
+    weights: Compressor | str | None = None,
     seed: int = 0,
     start_step: int = 0,
     process_group: dist.ProcessGroup | None = None,
@@ -89,6 +90,10 @@ def attach(
         can_discard: keep a copy of the residuals from before each step, so that
             :meth:`~gckernels.sync.Attachment.discard_step` leaves nothing of a step. A gradient scaler needs this copy
             in any case.
+        weights: for a model of ``fully_shard`` without replicas, encodes the parameters that FSDP gathers in forward
+            and backward: ``"BlockQuant"`` in 8 bits, or ``"Cast16"``. All ranks compute with the same decoded
+            parameters, and each optimizer goes on with its own exact shard. Parameters with fewer than two dimensions
+            are exact. With ``None`` all are.
         seed: the seed of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors
@@ -123,6 +128,7 @@ def attach(
         memory_budget_mb,
         grad_scaler,
         can_discard,
+        weights,
         seed,
         0 if isinstance(plan, Auto) else start_step,
         ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters),

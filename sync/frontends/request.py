@@ -13,8 +13,9 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.ops import Identity
+from gckernels.ops import BlockQuant, Cast16, Identity
 
 from ..engine.runtime import Runtime
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
@@ -159,6 +160,7 @@ class Request:
     memory_budget_mb: float | None
     grad_scaler: GradScaler | None
     can_discard: bool
+    weights: Compressor | str | None
     seed: int
     start_step: int
     options: ModuleOptions
@@ -167,6 +169,24 @@ class Request:
     def enabled_scaler(self) -> GradScaler | None:
         """The gradient scaler; ``None`` if there is none or it is not enabled."""
         return None if self.grad_scaler is None or not self.grad_scaler.is_enabled() else self.grad_scaler
+
+    @property
+    def gathered_by(self) -> Codec | None:
+        """The compressor of the parameters that are gathered; ``None`` if they are sent exactly.
+
+        Raises:
+            TypeError, ValueError: it is none that may be used there, or the model gathers no parameters.
+        """
+        if self.weights is None:
+            return None
+        method = as_method(f"{_CALLER}: weights", self.weights, otherwise="None")
+        if not isinstance(method, BlockQuant | Cast16 | Identity):
+            raise ValueError(f"{_CALLER}: weights must be None, BlockQuant, Cast16 or Identity, got {method}")
+        if self.frontend is not Frontend.FSDP:
+            raise ValueError(
+                f"{_CALLER}: weights must be None for a model that is not of fully_shard without replicas, got {method}"
+            )
+        return method
 
     def runtime(self, plan: Plan, parameters: Mapping[str, torch.nn.Parameter], synchronises: bool = True) -> Runtime:
         """A runtime for a plan, with the settings of the request. Collective.
@@ -204,6 +224,8 @@ class Request:
             summary += ", with a gradient scaler"
         if self.can_discard:
             summary += ", with steps that can be discarded"
+        if self.gathered_by is not None:
+            summary += f", parameters by {self.gathered_by}"
         summary += f", seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
         devices = {parameter.device for parameter in parameters.values()}
         arithmetic = {unit.compressor.arithmetic(device) for unit in plan.units for device in devices} - {""}
@@ -262,6 +284,7 @@ class Request:
             raise TypeError(f"{_CALLER}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
         if type(self.can_discard) is not bool:
             raise TypeError(f"{_CALLER}: can_discard must be True or False, got {self.can_discard!r}")
+        _ = self.gathered_by  # checks it
         if type(self.seed) is not int:
             raise TypeError(f"{_CALLER}: seed must be an int, got {type(self.seed).__name__}")
         if type(self.start_step) is not int or self.start_step < 0:

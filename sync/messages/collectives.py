@@ -77,7 +77,7 @@ def bind_collective(
         case AllGather() if closes and sources > 1:
             gathered = _zeros_like(sent, ranks, sources, chunks, n)
             received = _zeros_like(sent, sources, ranks * chunks, n)
-            gather = _bind_all_gather(link, sent, gathered)
+            gather = bind_all_gather(link, sent, gathered)
 
             def gather_and_concatenate() -> Wait:
                 wait = gather()
@@ -92,7 +92,7 @@ def bind_collective(
         case AllGather():
             shape = (sources, ranks * chunks) if closes else (ranks * sources, chunks)
             received = _zeros_like(sent, *shape, n)
-            return received, _bind_all_gather(link, sent, received)
+            return received, bind_all_gather(link, sent, received)
         case Hop():
             received = torch.zeros_like(sent)
             return received, _bind_hop(link, sent, received)
@@ -100,7 +100,7 @@ def bind_collective(
             assert_never(step)
 
 
-def _bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Issue:
+def bind_all_gather(link: RankConnections, row: torch.Tensor, received: torch.Tensor) -> Issue:
     """The call that gathers the rows of all ranks, one after the other, in ``received``."""
     row, received = row.view(-1), received.view(-1)
     if link.has_both_directions:

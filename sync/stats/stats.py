@@ -78,6 +78,7 @@ class Figures:
             "sent_nbytes": sent_nbytes,
             "plain_nbytes": plain_nbytes,
             "saved_nbytes": plain_nbytes - sent_nbytes,
+            "gathered_nbytes": self._frontend.gathered_nbytes,
             "hidden_s": None if overlap is None else overlap.hidden_s,
             "exposed_s": None if overlap is None else overlap.exposed_s,
             "residual_norm": samples[-1].residual_norm if samples else None,

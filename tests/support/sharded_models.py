@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Setting:
         after: called with the model when the gradients of a step are there.
         forward: computes outputs.
         uses_all: whether a step uses all parameters.
+        options: further arguments of ``fully_shard``.
         splits: groups the modules for ``fully_shard``.
     """
 
@@ -57,6 +59,7 @@ class Setting:
     after: Callable[[Any], object] = lambda model: None
     forward: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, inputs: model(inputs)
     uses_all: Callable[[int], bool] = lambda step: True
+    options: Mapping[str, Any] = field(default_factory=dict)
     splits: Callable[[Net], Iterator[Any]] = lambda model: iter((model.first, model.last, model))
 
 
@@ -71,6 +74,14 @@ def _freeze(model: Net) -> None:
 
 def _tie(model: Net) -> None:
     model.sometimes.weight = model.second.weight
+
+
+def _prefetch(model: Any) -> None:
+    first, *others = fsdp_modules(model)  # the root and its parts
+    first.set_modules_to_forward_prefetch(others)
+    for before, after in itertools.pairwise(others):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
 
 
 def _no_division(model: Any) -> None:
@@ -96,6 +107,8 @@ SETTINGS = {
     "groups": Setting(splits=lambda model: iter(([model.first, model.last], model))),
     "bare root": Setting(splits=lambda model: iter((model.first, model.second, model.last, model.sometimes, model))),
     "sometimes unused": Setting(uses_all=lambda step: step % 2 == 0),
+    "keeps parameters after forward": Setting(options={"reshard_after_forward": False}),
+    "prefetches": Setting(prepare=_prefetch),
     "keeps parameters": Setting(prepare=lambda model: model.set_reshard_after_backward(False)),
 }
 
@@ -119,7 +132,7 @@ def model_of(setting: Setting, form: str) -> Any:
     setting.make(model)
     if form == "replicate":
         return _replicated(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("replicate",)))
-    split(model, setting.splits(model), form, mp_policy=setting.policy)
+    split(model, setting.splits(model), form, mp_policy=setting.policy, **setting.options)
     setting.prepare(model)
     return model
 

@@ -13,23 +13,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
 
+from gckernels.codec import Codec
 from gckernels.ops import Identity
 
 from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
+from ...messages.gathers import GatheredParameter
 from ...messages.shards import add_to_rows, room_nbytes
+from ...plans.builders import exempt_vectors
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Frontend, Plan, UnitPlan
 from ...programs.named import SHARDS
 from ..checks.hooks import weakly
 from ..request import Request
+from .all_gather import AllGatherComm, Gathers
 from .reduce_scatter import BUFFERS, ReduceScatterComm, RowsBuffer, factor_of, kind_of
-from .shard_groups import Shard
+from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardedFrontend
 
 
@@ -51,6 +57,15 @@ class FullyShardedFrontend(ShardedFrontend):
         largest = max(self._row_numels) * self.runtime.world_size
         self._rows = [RowsBuffer(largest, self.device) for _ in range(BUFFERS)]
         self._room: tuple[Runtime | None, int] = (None, 0)  # the bytes that messages of a runtime need
+        self._gathers: Gathers | None = None
+        self._gathered_nbytes = 0.0
+        if self.runtime.world_size > 1 and (self.device.type == "cpu" or request.weights is not None):
+            shares = [_shares(group, request.gathered_by) for group in self._groups]
+            try:
+                self._gathers = Gathers(self.runtime.group, self.device, self._row_numels, shares)
+            except BaseException:
+                self.runtime.close()
+                raise
 
     def register(self) -> list[torch.nn.Module]:
         model = self._model()
@@ -59,11 +74,19 @@ class FullyShardedFrontend(ShardedFrontend):
             room = functools.partial(weakly(self.room), index)
             reduce = functools.partial(weakly(self.reduce), index)
             group.reduce_scatter = ReduceScatterComm(group.reduce_scatter, room, reduce)
+            room = functools.partial(weakly(self.gather_room), index)
+            gather = functools.partial(weakly(self.gather), index)
+            group.all_gather = AllGatherComm(group.all_gather, room, gather)
         return [model]
 
     def unregister(self) -> None:
         for group in self._groups:
-            group.restore_reduce_scatter()
+            group.restore_comms()
+
+    def close(self) -> None:
+        super().close()
+        if self._gathers is not None:
+            self._gathers.close()
 
     def numels(self) -> dict[str, int]:
         return {name: each.numel() for name, each in self.parameters().items()}
@@ -97,6 +120,18 @@ class FullyShardedFrontend(ShardedFrontend):
         if not (self.is_open and runtime.synchronises) or runtime.is_exact or not self._fits(index, numel):
             return None
         return self._buffer_of(index).rows(numel, dtype)
+
+    def gather_room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for all parameters of a group; ``None`` if FSDP gathers them itself, as it does while nothing is sent
+        by the runtime, unless they are to be encoded."""
+        gathers = self._gathers
+        if gathers is None or not self.is_open or not (self.request.weights or self.runtime.synchronises):
+            return None
+        return gathers.room(index, numel, dtype)
+
+    def gather(self, index: int, output: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+        """Begin to gather the parameters of a group; ``None`` if FSDP shall do so."""
+        return None if self._gathers is None else self._gathers.gather(index, output, group)
 
     def reduce(self, index: int, output: torch.Tensor, vector: torch.Tensor, operation: Any) -> bool:
         """Give ``output`` the shards of this rank in the mean of a group, or FSDP's multiple of it.
@@ -152,4 +187,21 @@ class FullyShardedFrontend(ShardedFrontend):
         self.runtime.release()
         for buffer in self._rows:
             buffer.settle()
+        if self._gathers is not None:
+            self._gathered_nbytes = self._gathers.end_step()
         super()._end_step()
+
+    @property
+    def gathered_nbytes(self) -> float | None:
+        return self._gathered_nbytes or None
+
+
+def _shares(group: ShardGroup, codec: Codec | None) -> list[GatheredParameter]:
+    """The parameters of a group as they are gathered; none if they are sent as they are."""
+    if codec is None:
+        return []
+    starts = accumulate(group.rows(), initial=0)
+    return [
+        GatheredParameter(name, start, row, Identity() if exempt_vectors(name, parameter) else codec)
+        for (name, parameter), start, row in zip(group.parameters().items(), starts, group.rows(), strict=False)
+    ]

@@ -110,10 +110,20 @@ class ShardGroup:
     def reduce_scatter(self, comm: Any) -> None:
         self._alive._reduce_scatter_comm = comm
 
-    def restore_reduce_scatter(self) -> None:
-        """Give FSDP its own object back."""
+    @property
+    def all_gather(self) -> Any:
+        """FSDP's object that gathers the parameters."""
+        return self._alive._all_gather_comm
+
+    @all_gather.setter
+    def all_gather(self, comm: Any) -> None:
+        self._alive._all_gather_comm = comm
+
+    def restore_comms(self) -> None:
+        """Give FSDP its own objects back."""
         if (alive := self._group()) is not None:
             alive._reduce_scatter_comm = alive._reduce_scatter_comm.inner
+            alive._all_gather_comm = alive._all_gather_comm.inner
 
     @property
     def averages_now(self) -> bool:

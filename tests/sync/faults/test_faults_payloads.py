@@ -86,7 +86,7 @@ class Wire:
         self.armed: tuple[str, Callable[[torch.Tensor], None]] | None = None
         self.damaged = 0
         for name, found in (
-            ("all_gather", "_bind_all_gather"),
+            ("all_gather", "bind_all_gather"),
             ("all_to_all", "bind_all_to_all"),
             ("hop", "_bind_hop"),
         ):

@@ -1,0 +1,200 @@
+"""The stand-in for FSDP2's all-gather of one group of parameters, and gathers that run beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+from torch.futures import Future
+
+from ...communication.communicators import Communicators
+from ...engine.engine import Engine
+from ...engine.failures import failure
+from ...messages.gathers import GatheredParameter, GatherMessage, payload_nbytes
+from ...programs.rules import Site
+from ...programs.steps import Level, Place
+from ...programs.topology import Topology
+from ...resources.lanes import DeviceLanes
+from ...resources.memory_spaces import Places
+
+
+class Gathered(Work):
+    """A gather on its way. FSDP waits for it when it needs the parameters.
+
+    Args:
+        future: gets ``None`` when the parameters are there, or an error.
+        waited: called when somebody has waited.
+    """
+
+    def __init__(self, future: Future[BaseException | None], waited: Callable[[], None]) -> None:
+        super().__init__()
+        self._future, self._waited = future, waited
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        error = self._future.wait()
+        self._waited()
+        if error is not None:
+            raise failure(error, "parameters could not be gathered")
+        return True
+
+
+class GatherBuffer:
+    """Memory for the parameters of one group, and then for those of others.
+
+    Args:
+        numel: the elements of all rows of the largest group.
+        room_nbytes: the bytes of the largest payloads, sent and received.
+        device: the device of the parameters.
+    """
+
+    def __init__(self, numel: int, room_nbytes: int, device: torch.device) -> None:
+        self._numel, self._device = numel, device
+        self._memory: dict[torch.dtype, torch.Tensor] = {}
+        self.room = torch.zeros(room_nbytes, dtype=torch.uint8, device=device)
+        self.messages: dict[tuple[int, torch.dtype], GatherMessage] = {}
+        self.is_free = True
+        self.future: Future[BaseException | None] | None = None  # set by the last gather
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nothing is on its way into the memory."""
+        return self.future is None or self.future.done()
+
+    def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The memory, ``[numel]``."""
+        if dtype not in self._memory:
+            self._memory[dtype] = torch.zeros(self._numel, dtype=dtype, device=self._device)
+        return self._memory[dtype][:numel]
+
+    def holds(self, vector: torch.Tensor) -> bool:
+        """Whether a vector is this memory."""
+        memory = self._memory.get(vector.dtype)
+        return memory is not None and memory.data_ptr() == vector.data_ptr()
+
+    def free(self) -> None:
+        """Let other parameters come into the memory. FSDP copies these out before it gathers more."""
+        self.is_free = True
+
+
+class Gathers:
+    """The gathers of the parameters of a model. Construction is collective.
+
+    Args:
+        group: the ranks that have the shards of the model together.
+        device: the device of the parameters.
+        row_numels: the elements of a row of each group of parameters.
+        shares: the encoded parameters of each group; none for a group that is sent as it is.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        row_numels: Sequence[int],
+        shares: Sequence[Sequence[GatheredParameter]],
+    ) -> None:
+        self._group, self._device, self._row_numels, self._shares = group, device, row_numels, shares
+        self._ranks = group.size()
+        site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
+        self._communicators = Communicators(group, Places.of(device), Topology(self._ranks), [site])
+        try:
+            self._engine = Engine(DeviceLanes(device), phases=1)
+        except BaseException:
+            self._communicators.close()
+            raise
+        self._buffers: list[GatherBuffer] = []
+        self._calls, self._sent_nbytes = 0, 0.0
+
+    def room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for the parameters of a group, ``[numel]``; ``None`` if these are others."""
+        if numel != self._ranks * self._row_numels[index] or not dtype.is_floating_point:
+            return None
+        found = next((each for each in self._buffers if each.is_free), None)
+        if found is None:
+            largest = max((payload_nbytes(each) for each in self._shares), default=0)
+            found = GatherBuffer(max(self._row_numels) * self._ranks, largest * (self._ranks + 1), self._device)
+            self._buffers.append(found)
+        found.is_free = False
+        return found.rows(numel, dtype)
+
+    def gather(self, index: int, output: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+        """Begin to bring the parameters of a group, of which the own row of ``output`` holds the shards of this rank.
+
+        Returns:
+            A work to wait for; ``None`` if FSDP shall gather them itself, because they are others, or have only been
+            resharded to some of the ranks.
+        """
+        buffer = next((each for each in self._buffers if each.holds(output)), None)
+        if buffer is None or dist.get_process_group_ranks(group) != dist.get_process_group_ranks(self._group):
+            if buffer is not None:
+                buffer.free()
+            return None
+        lanes = self._engine.lanes
+        if (error := lanes.error) is not None:
+            raise failure(error, "a gather failed before")
+        message = buffer.messages.get((index, output.dtype))
+        if message is None:
+            rows = output.view(self._ranks, -1)
+            message = GatherMessage(self._shares[index], rows, buffer.room, self._communicators)
+            buffer.messages[index, output.dtype] = message
+        self._calls += 1
+        self._sent_nbytes += message.sent_nbytes
+        token = self._engine.submit(message, self._calls, (lanes.here(),))
+        future: Future[BaseException | None] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        self._engine.finish([token], lambda: future.set_result(None), future.set_result)
+        buffer.future = future
+        return Gathered(future, buffer.free)
+
+    def end_step(self) -> float:
+        """The bytes that this rank has sent since the last call, at the end of a backward, when nobody waits for
+        parameters any more."""
+        for buffer in self._buffers:
+            buffer.is_free = buffer.is_free or buffer.has_arrived
+        sent_nbytes, self._sent_nbytes = self._sent_nbytes, 0.0
+        return sent_nbytes
+
+    def close(self) -> None:
+        """End the lanes and the process groups; further calls do nothing."""
+        self._engine.lanes.close()
+        self._communicators.close()
+
+
+class AllGatherComm:
+    """FSDP's protocol of an all-gather, ``torch.distributed.fsdp._fully_shard._fsdp_api.AllGather``.
+
+    Args:
+        inner: FSDP's own.
+        room: returns memory for the result, ``[numel]`` of a dtype; ``None`` for that of ``inner``.
+        gather: takes the result and the ranks of each gather, and returns a work; if it returns ``None``, ``inner``
+            gathers.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        room: Callable[[int, torch.dtype], torch.Tensor | None],
+        gather: Callable[[torch.Tensor, dist.ProcessGroup], Work | None],
+    ) -> None:
+        self.inner, self._room, self._gather = inner, room, gather
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        (numel,) = size
+        if (room := self._room(numel, dtype)) is None:
+            room = self.inner.allocate(size, dtype=dtype, device=device)
+        assert room is not None
+        return room
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        if (work := self._gather(output_tensor, group)) is not None:
+            return work
+        return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)

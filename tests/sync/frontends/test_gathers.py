@@ -1,0 +1,177 @@
+"""Gathers of parameters beside the computation: exact ones change nothing, encoded ones give all ranks the same
+parameters, which are near to the exact ones."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gckernels import BlockQuant, sync
+from gckernels.sync.frontends.sharded.all_gather import Gathers
+from gckernels.sync.messages.gathers import GatheredParameter, payload_nbytes
+from ranks import run_ranks, values_of
+from sharded_models import SETTINGS, Setting, adamw, digest, fsdp_modules, model_of, split, train
+
+PARTLY = Setting(options={"reshard_after_forward": 2})
+
+
+def resharded_to_some() -> list[str]:
+    """Digests without and with an attachment, where backward gathers parameters from half of the ranks."""
+    digests = []
+    for plan in (None, "Identity"):
+        model = model_of(PARTLY, "fsdp")
+        attachment = None if plan is None else sync.attach(model, plan)
+        train(model, PARTLY, range(1), adamw(model))  # the only step in which the order of sums does not matter
+        digests.append(digest(model))
+        if attachment is not None:
+            attachment.close()
+    return digests
+
+
+def test_gathers_from_some_ranks_are_left_to_fsdp():
+    for alone, attached in values_of(run_ranks(4, resharded_to_some)):
+        assert attached == alone
+
+
+class Wide(nn.Module):
+    """Two layers of different width, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 70), nn.Linear(70, 3, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+def seen(weights: str | None) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
+    """The parameters with which each rank computes in forward, and those of the optimizers; the bytes per step."""
+    torch.manual_seed(0)
+    model: Any = Wide()
+    exact = [each.detach().clone() for each in model.parameters()]
+    split(model, (model.first, model), "fsdp")
+    found: list[torch.Tensor] = []
+    for part in (model.first, model.second):
+        part.register_forward_hook(
+            lambda module, *_: found.extend(each.detach().clone() for each in module.parameters(recurse=False)),
+            prepend=True,  # before FSDP shards them again
+        )
+    attachment = sync.attach(model, "Identity", weights=weights)
+    model(torch.zeros(2, 40)).sum().backward()
+    sent = attachment.stats()["gathered_nbytes"] if weights else 0.0
+    attachment.close()
+    return found, exact, float(sent)
+
+
+@pytest.mark.parametrize(("weights", "error"), [("BlockQuant", 0.005), ("Cast16", 0.004), ("Identity", 0.0)])
+def test_all_ranks_compute_with_the_same_parameters(weights, error):
+    ranks = values_of(run_ranks(3, seen, weights))
+    for found, exact, _ in ranks:
+        for mine, theirs, one in zip(found, ranks[0][0], exact, strict=True):
+            assert torch.equal(mine, theirs)
+            assert (mine - one).abs().max() <= error * one.abs().max()
+            assert error == 0.0 or one.dim() == 1 or not torch.equal(mine, one)
+            assert one.dim() > 1 or torch.equal(mine, one)
+
+
+def test_the_bytes_of_gathers_are_counted():
+    exact = 24 * 4  # a row has a third of 70 elements
+    rows = [24 * 40, 24, 1 * 70]
+    codec = BlockQuant()
+    expected = 2 * 2 * (codec.payload_nbytes(rows[0]) + exact + codec.payload_nbytes(rows[2]))
+    for _, _, sent in values_of(run_ranks(3, seen, "BlockQuant")):
+        assert expected * 0.5 <= sent <= expected  # the root's parameters stay until backward
+
+
+def trained(weights: str | None) -> tuple[str, list[float]]:
+    """The digest and losses of a training."""
+    model, setting, losses = model_of(SETTINGS["plain"], "fsdp"), SETTINGS["plain"], []
+    attachment = sync.attach(model, "BlockQuant(bits=4)", weights=weights)
+    model.register_forward_hook(lambda module, inputs, outputs: losses.append(float(outputs.detach().pow(2).mean())))
+    train(model, setting, range(6), adamw(model))
+    found = digest(model)
+    attachment.close()
+    return found, losses
+
+
+def test_a_training_with_encoded_parameters_is_near_to_that_with_exact_ones():
+    exact, encoded = (values_of(run_ranks(2, trained, weights)) for weights in (None, "BlockQuant"))
+    for (alone, losses), (other, others) in zip(exact, encoded, strict=True):
+        assert alone != other
+        assert losses == pytest.approx(others, rel=0.05)
+
+
+def given_up() -> list[bool]:
+    """Whether each of two gathers, the first of which nobody waits for, brings the rows of all ranks."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    gathers = Gathers(group, torch.device("cpu"), [64], [[GatheredParameter("a", 0, 64, BlockQuant())]])
+    found = []
+    for step in range(2):
+        rows = gathers.room(0, 128, torch.float32)
+        assert rows is not None
+        rows.view(2, 64)[rank] = float(10 * step + rank)
+        work = gathers.gather(0, rows, group)
+        assert work is not None
+        if step:
+            work.wait()
+            found = [bool((row == 10 * step + owner).all()) for owner, row in enumerate(rows.view(2, 64))]
+    gathers.close()
+    return found
+
+
+def test_a_gather_that_nobody_waits_for_keeps_its_memory():
+    assert values_of(run_ranks(2, given_up)) == [[True, True]] * 2
+
+
+def test_payloads_are_those_of_each_parameter():
+    shares = [GatheredParameter("a", 0, 100, BlockQuant()), GatheredParameter("b", 100, 7, BlockQuant(bits=4))]
+    assert payload_nbytes(shares) == BlockQuant().payload_nbytes(100) + BlockQuant(bits=4).payload_nbytes(7)
+
+
+REFUSED = {
+    "TopK": ("fsdp", "ValueError: attach: weights must be None, BlockQuant, Cast16 or Identity, got TopK"),
+    "BlockQuant": ("hsdp", "ValueError: attach: weights must be None for a model that is not of fully_shard without"),
+    "Nothing": ("fsdp", "ValueError: attach: weights cannot be 'Nothing'"),
+}
+
+
+def refused() -> dict[str, str]:
+    found = {}
+    for weights, (form, _) in REFUSED.items():
+        try:
+            sync.attach(model_of(SETTINGS["plain"], form), "EFSignSGD", weights=weights)
+        except Exception as error:
+            found[weights] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_other_weights_are_refused():
+    for found in values_of(run_ranks(2, refused)):
+        for weights, (_, begin) in REFUSED.items():
+            assert found[weights].startswith(begin)
+
+
+def left_threads() -> list[str]:
+    """The threads of an attachment that are left when it is closed, after an evaluation that follows a step."""
+    before = set(threading.enumerate())
+    model = model_of(SETTINGS["plain"], "fsdp")
+    attachment = sync.attach(model, "BlockQuant", weights="BlockQuant")
+    train(model, SETTINGS["plain"], range(2), adamw(model))
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 7))
+    attachment.close()
+    with torch.no_grad():
+        model(torch.ones(2, 7))
+    for part in fsdp_modules(model):
+        part.reshard()
+    return [each.name for each in threading.enumerate() if each not in before and "gckernels" in each.name]
+
+
+def test_nothing_is_left_of_gathers_when_the_attachment_is_closed():
+    assert values_of(run_ranks(2, left_threads)) == [[], []]
