@@ -92,8 +92,10 @@ def attach(
             in any case.
         weights: for a model of ``fully_shard`` without replicas, encodes the parameters that FSDP gathers in forward
             and backward: ``"BlockQuant"`` in 8 bits, or ``"Cast16"``. All ranks compute with the same decoded
-            parameters, and each optimizer goes on with its own exact shard. Parameters with fewer than two dimensions
-            are exact. With ``None`` all are.
+            parameters, and each optimizer goes on with its own exact shard. With fewer bits, as in
+            ``"BlockQuant(bits=4)"``, each rank keeps a copy of all parameters (fp32), to which differences are sent in
+            forward, and nothing in backward. Parameters with fewer than two dimensions are exact. With ``None`` all
+            are.
         seed: the seed of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors

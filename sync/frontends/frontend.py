@@ -274,10 +274,9 @@ class ModelFrontend(ABC):
         """The overlap in a step that the runtime has not recorded; ``None`` if it is not known."""
         return None
 
-    @property
-    def gathered_nbytes(self) -> float | None:
-        """The bytes of parameters that this rank has sent in the last step; ``None`` if others send them, or none."""
-        return None
+    def gather_stats(self) -> dict[str, float]:
+        """The figures of gathers of parameters, for :meth:`gckernels.sync.Attachment.stats`; none if there are none."""
+        return {}
 
     def sent_nbytes_per_step(self) -> float:
         """The mean number of bytes that this rank has sent per compressed step of the plan; 0 before the first."""

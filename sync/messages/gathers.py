@@ -1,9 +1,13 @@
-"""Messages that bring the shards of parameters to all ranks, exactly or encoded."""
+"""Messages that bring the shards of parameters to all ranks: exactly, encoded, or as encoded differences.
+
+A difference is that to a copy of all parameters, which each rank keeps and which is the same on all ranks. Its error is
+a part of the next difference (SDP4Bit, Jia et al., NeurIPS 2024)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -16,9 +20,10 @@ from ..communication.communicators import Communicators
 from ..programs.layouts import Capabilities
 from ..programs.named import ALLGATHER
 from ..programs.spans import GATHER
-from ..programs.stages import MessageKind, StageSpec, stages_of
+from ..programs.stages import MessageKind, stages_of
 from ..programs.topology import Topology
-from ..resources.stage import Issue, Stage
+from ..resources.stage import Stage
+from ..resources.workers import Work
 from .collectives import bind_all_gather
 from .message import Message
 from .seeds import unit_seed
@@ -45,55 +50,95 @@ class GatherMessage(Message):
     """Parameters whose shards all ranks get.
 
     Args:
-        shares: the parameters, if they are encoded; none for rows that are sent as they are.
+        parameters: the parameters, if they are encoded; none for rows that are sent as they are.
         rows: ``[ranks, numel]``. The own row holds the shards of this rank; the others, and encoded parts of the own
             one, become what is sent.
         room: ``uint8``, room for payloads, at least :func:`payload_nbytes` times the number of ranks and one.
         communicators: the process groups of this rank.
+        copy: ``fp32 [ranks, numel]``, a copy of all rows that is the same on all ranks. Encoded parameters are sent as
+            differences to it, and added to it; rows that are sent as they are become the copy.
     """
 
     def __init__(
-        self, shares: Sequence[GatheredParameter], rows: torch.Tensor, room: torch.Tensor, communicators: Communicators
+        self,
+        parameters: Sequence[GatheredParameter],
+        rows: torch.Tensor,
+        room: torch.Tensor,
+        communicators: Communicators,
+        copy: torch.Tensor | None = None,
     ) -> None:
-        ranks, rank = communicators.world_size, communicators.rank
-        link = communicators.link(0)
-        self.keys = tuple(each.name for each in shares)
-        self.compressors = tuple(dict.fromkeys(each.codec.name for each in shares))
-        if not shares:
-            exchange = bind_all_gather(link, rows[rank], rows)
-            self.sent_nbytes = float((ranks - 1) * rows[rank].nbytes)
-            self.stages = (_collective(_SPECS[1], exchange, self.sent_nbytes, rows.nbytes, rows.nbytes),)
-            return
-        nbytes = payload_nbytes(shares)
+        self._rows, self._copy, self._rank = rows, copy, communicators.rank
+        self._link = communicators.link(0)
+        self.keys = tuple(each.name for each in parameters)
+        self.compressors = tuple(dict.fromkeys(each.codec.name for each in parameters))
+        self.stages = self._encoded(parameters, room) if parameters else self._exact()
+        self.sent_nbytes = sum(stage.sent_nbytes for stage in self.stages)
+
+    def _exact(self) -> tuple[Stage, ...]:
+        """The stages of rows that are sent as they are."""
+        rows, copy = self._rows, self._copy
+        gather = self._collective(rows[self._rank], rows, rows.nbytes)
+        if copy is None:
+            return (gather,)
+        return (gather, Stage(_SPECS[2], lambda: copy.copy_(rows), 0.0, rows.numel(), rows.nbytes, copy.nbytes))
+
+    def _encoded(self, parameters: Sequence[GatheredParameter], room: torch.Tensor) -> tuple[Stage, ...]:
+        """The stages of encoded parameters."""
+        rows, copy, rank, ranks = self._rows, self._copy, self._rank, self._link.ranks
+        nbytes = payload_nbytes(parameters)
         sent, received = room[:nbytes], room[nbytes : (ranks + 1) * nbytes].view(ranks, 1, nbytes)
-        encodings, decodings = [], []
-        starts = accumulate((each.codec.payload_nbytes(each.numel) for each in shares), initial=0)
-        for each, start in zip(shares, starts, strict=False):
-            part = slice(start, start + each.codec.payload_nbytes(each.numel))
-            pieces = [row[each.start : each.start + each.numel] for row in rows]
+        source = rows[rank] if copy is None else torch.zeros_like(copy[rank])
+        target = rows if copy is None else copy
+        encodings, decodings, differences = [], list[Decoding](), list[Decoding]()
+        starts = accumulate((each.codec.payload_nbytes(each.numel) for each in parameters), initial=0)
+        for each, start in zip(parameters, starts, strict=False):
+            payload = slice(start, start + each.codec.payload_nbytes(each.numel))
+            part = slice(each.start, each.start + each.numel)
+            is_difference = copy is not None and each.codec != Identity()
+            piece = source[part] if is_difference else rows[rank, part]
             seed = unit_seed("parameters", each.name, rank)
-            encodings.append(Encoding(each.codec, pieces[rank], None, sent[None, part], seed))
-            decodings += [
-                Decoding(each.codec, received[owner : owner + 1, :, part], piece) for owner, piece in enumerate(pieces)
-            ]
-        self.sent_nbytes = float((ranks - 1) * nbytes)
-        own_nbytes = rows[rank].nbytes
-        exchange = bind_all_gather(link, sent, received.view(ranks, nbytes))
-        encoding, gathering, decoding = _SPECS
-        self.stages = (
-            Stage(encoding, bind_encodes(encodings), 0.0, rows[rank].numel(), own_nbytes, nbytes),
-            _collective(gathering, exchange, self.sent_nbytes, nbytes, received.numel()),
-            Stage(decoding, bind_decodes(decodings), 0.0, rows.numel(), received.numel(), rows.nbytes),
+            encodings.append(Encoding(each.codec, piece, None, sent[None, payload], seed))
+            (differences if is_difference else decodings).extend(
+                Decoding(each.codec, received[owner : owner + 1, :, payload], target[owner, part])
+                for owner in range(ranks)
+            )
+        encode: Work = bind_encodes(encodings)
+        decode: Work = bind_decodes(decodings) if decodings else _nothing
+        if copy is not None:
+            encode = partial(_encode_difference, rows[rank], copy[rank], source, encode)
+            add = bind_decodes(differences, accumulate=True) if differences else _nothing
+            decode = partial(_add_differences, decode, add, copy, rows)
+        numel, own_nbytes = rows[rank].numel(), rows[rank].nbytes
+        return (
+            Stage(_SPECS[0], encode, 0.0, numel, own_nbytes, nbytes),
+            self._collective(sent, received.view(ranks, nbytes), nbytes),
+            Stage(_SPECS[2], decode, 0.0, rows.numel(), received.numel(), rows.nbytes),
         )
+
+    def _collective(self, sent: torch.Tensor, received: torch.Tensor, read_nbytes: int) -> Stage:
+        issue = bind_all_gather(self._link, sent, received)
+        sent_nbytes = float((self._link.ranks - 1) * sent.nbytes)
+        return Stage(_SPECS[1], lambda: issue()(), sent_nbytes, 0, read_nbytes, received.nbytes, issue=issue)
+
+
+def _encode_difference(row: torch.Tensor, copy: torch.Tensor, difference: torch.Tensor, encode: Work) -> None:
+    torch.sub(row, copy, out=difference)
+    encode()
+
+
+def _add_differences(replace: Work, add: Work, copy: torch.Tensor, rows: torch.Tensor) -> None:
+    replace()
+    add()
+    rows.copy_(copy)
+
+
+def _nothing() -> None:
+    pass
 
 
 _SPECS = stages_of(MessageKind.ENCODED, ALLGATHER, Capabilities.of(Identity()), Topology(2), span=GATHER)
 
 
-def payload_nbytes(shares: Sequence[GatheredParameter]) -> int:
+def payload_nbytes(parameters: Sequence[GatheredParameter]) -> int:
     """The bytes that a rank sends to each other one."""
-    return sum(each.codec.payload_nbytes(each.numel) for each in shares)
-
-
-def _collective(spec: StageSpec, issue: Issue, sent_nbytes: float, read_nbytes: int, written_nbytes: int) -> Stage:
-    return Stage(spec, lambda: issue()(), sent_nbytes, 0, read_nbytes, written_nbytes, issue=issue)
+    return sum(each.codec.payload_nbytes(each.numel) for each in parameters)

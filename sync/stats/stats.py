@@ -78,7 +78,6 @@ class Figures:
             "sent_nbytes": sent_nbytes,
             "plain_nbytes": plain_nbytes,
             "saved_nbytes": plain_nbytes - sent_nbytes,
-            "gathered_nbytes": self._frontend.gathered_nbytes,
             "hidden_s": None if overlap is None else overlap.hidden_s,
             "exposed_s": None if overlap is None else overlap.exposed_s,
             "residual_norm": samples[-1].residual_norm if samples else None,
@@ -86,7 +85,7 @@ class Figures:
             "error": prediction.error if journal.error is None and prediction is not None else journal.error,
             "decisions": len(journal.decisions),
         }
-        return {name: value for name, value in known.items() if value is not None}
+        return {name: value for name, value in known.items() if value is not None} | self._frontend.gather_stats()
 
     def described(self, following: Plan | None) -> str:
         """The way of the next step and the last figures in one line.

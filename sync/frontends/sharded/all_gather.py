@@ -21,6 +21,8 @@ from ...programs.topology import Topology
 from ...resources.lanes import DeviceLanes
 from ...resources.memory_spaces import Places
 
+_NO_BACKWARD = -1  # autograd's number of no backward
+
 
 class Gathered(Work):
     """A gather on its way. FSDP waits for it when it needs the parameters.
@@ -55,7 +57,7 @@ class GatherBuffer:
         self._numel, self._device = numel, device
         self._memory: dict[torch.dtype, torch.Tensor] = {}
         self.room = torch.zeros(room_nbytes, dtype=torch.uint8, device=device)
-        self.messages: dict[tuple[int, torch.dtype], GatherMessage] = {}
+        self.messages: dict[tuple[int, torch.dtype, bool], GatherMessage] = {}
         self.is_free = True
         self.future: Future[BaseException | None] | None = None  # set by the last gather
 
@@ -87,7 +89,9 @@ class Gathers:
         group: the ranks that have the shards of the model together.
         device: the device of the parameters.
         row_numels: the elements of a row of each group of parameters.
-        shares: the encoded parameters of each group; none for a group that is sent as it is.
+        parameters: the encoded parameters of each group; none for a group that is sent as it is.
+        keeps_copy: whether differences to a copy of all parameters are sent. They are sent when FSDP gathers a group in
+            forward, and the first time the parameters are sent exactly; in backward the copy is what was gathered.
     """
 
     def __init__(
@@ -95,9 +99,15 @@ class Gathers:
         group: dist.ProcessGroup,
         device: torch.device,
         row_numels: Sequence[int],
-        shares: Sequence[Sequence[GatheredParameter]],
+        parameters: Sequence[Sequence[GatheredParameter]],
+        keeps_copy: bool = False,
     ) -> None:
-        self._group, self._device, self._row_numels, self._shares = group, device, row_numels, shares
+        self._group, self._device, self._row_numels, self._parameters = group, device, row_numels, parameters
+        self._copies: list[torch.Tensor | None] = [None for _ in row_numels]
+        self._keeps_copy, self._is_known = (
+            keeps_copy,
+            [False for _ in row_numels],
+        )  # whether a copy is that of all ranks
         self._ranks = group.size()
         site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
         self._communicators = Communicators(group, Places.of(device), Topology(self._ranks), [site])
@@ -115,7 +125,7 @@ class Gathers:
             return None
         found = next((each for each in self._buffers if each.is_free), None)
         if found is None:
-            largest = max((payload_nbytes(each) for each in self._shares), default=0)
+            largest = max((payload_nbytes(each) for each in self._parameters), default=0)
             found = GatherBuffer(max(self._row_numels) * self._ranks, largest * (self._ranks + 1), self._device)
             self._buffers.append(found)
         found.is_free = False
@@ -136,18 +146,40 @@ class Gathers:
         lanes = self._engine.lanes
         if (error := lanes.error) is not None:
             raise failure(error, "a gather failed before")
-        message = buffer.messages.get((index, output.dtype))
-        if message is None:
-            rows = output.view(self._ranks, -1)
-            message = GatherMessage(self._shares[index], rows, buffer.room, self._communicators)
-            buffer.messages[index, output.dtype] = message
+        future: Future[BaseException | None] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        rows, is_known = output.view(self._ranks, -1), self._is_known[index]
+        copy = self._copy(index, rows) if self._keeps_copy else None
+        if copy is not None and is_known and torch._C._current_graph_task_id() != _NO_BACKWARD:
+            rows.copy_(copy)
+            future.set_result(None)
+            return Gathered(future, buffer.free)
+        key = (index, output.dtype, is_known)
+        if (message := buffer.messages.get(key)) is None:
+            encoded = self._parameters[index] if copy is None or is_known else ()
+            message = GatherMessage(encoded, rows, buffer.room, self._communicators, copy)
+            buffer.messages[key] = message
+        self._is_known[index] = copy is not None
         self._calls += 1
         self._sent_nbytes += message.sent_nbytes
         token = self._engine.submit(message, self._calls, (lanes.here(),))
-        future: Future[BaseException | None] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         self._engine.finish([token], lambda: future.set_result(None), future.set_result)
         buffer.future = future
         return Gathered(future, buffer.free)
+
+    def _copy(self, index: int, rows: torch.Tensor) -> torch.Tensor:
+        """The copy of the parameters of a group, ``fp32 [ranks, numel]``."""
+        copy = self._copies[index]
+        if copy is None:
+            copy = self._copies[index] = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
+        return copy
+
+    def forget(self) -> None:
+        """Send all parameters exactly the next time, because others have been loaded. All ranks call it together."""
+        self._is_known = [False for _ in self._is_known]
+
+    def copied_nbytes(self) -> int:
+        """The bytes of the copy of all parameters."""
+        return sum(copy.nbytes for copy in self._copies if copy is not None)
 
     def end_step(self) -> float:
         """The bytes that this rank has sent since the last call, at the end of a backward, when nobody waits for

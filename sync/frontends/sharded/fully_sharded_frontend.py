@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from gckernels.codec import Codec
-from gckernels.ops import Identity
+from gckernels.ops import BlockQuant, Identity
 
 from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
@@ -37,6 +37,10 @@ from .all_gather import AllGatherComm, Gathers
 from .reduce_scatter import BUFFERS, ReduceScatterComm, RowsBuffer, factor_of, kind_of
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardedFrontend
+
+_DIRECT_BITS = 8
+"""The bits from which parameters are sent themselves. With fewer, their error shows in the loss, and differences to a
+copy are sent."""
 
 
 class FullyShardedFrontend(ShardedFrontend):
@@ -60,15 +64,17 @@ class FullyShardedFrontend(ShardedFrontend):
         self._gathers: Gathers | None = None
         self._gathered_nbytes = 0.0
         if self.runtime.world_size > 1 and (self.device.type == "cpu" or request.weights is not None):
-            shares = [_shares(group, request.gathered_by) for group in self._groups]
+            codec = request.gathered_by
+            encoded = [_encoded(group, codec) for group in self._groups]
+            keeps_copy = isinstance(codec, BlockQuant) and codec.bits < _DIRECT_BITS
             try:
-                self._gathers = Gathers(self.runtime.group, self.device, self._row_numels, shares)
+                self._gathers = Gathers(self.runtime.group, self.device, self._row_numels, encoded, keeps_copy)
             except BaseException:
                 self.runtime.close()
                 raise
 
     def register(self) -> list[torch.nn.Module]:
-        model = self._model()
+        model: Any = self._model()
         assert model is not None
         for index, group in enumerate(self._groups):
             room = functools.partial(weakly(self.room), index)
@@ -77,11 +83,17 @@ class FullyShardedFrontend(ShardedFrontend):
             room = functools.partial(weakly(self.gather_room), index)
             gather = functools.partial(weakly(self.gather), index)
             group.all_gather = AllGatherComm(group.all_gather, room, gather)
+        self._on_load = model.register_load_state_dict_post_hook(weakly(self._loaded))
         return [model]
 
     def unregister(self) -> None:
         for group in self._groups:
             group.restore_comms()
+        self._on_load.remove()
+
+    def _loaded(self, *_: object) -> None:
+        if self._gathers is not None:
+            self._gathers.forget()
 
     def close(self) -> None:
         super().close()
@@ -191,12 +203,13 @@ class FullyShardedFrontend(ShardedFrontend):
             self._gathered_nbytes = self._gathers.end_step()
         super()._end_step()
 
-    @property
-    def gathered_nbytes(self) -> float | None:
-        return self._gathered_nbytes or None
+    def gather_stats(self) -> dict[str, float]:
+        copied = 0 if self._gathers is None else self._gathers.copied_nbytes()
+        found = {"gathered_nbytes": self._gathered_nbytes, "copied_nbytes": float(copied)}
+        return {name: value for name, value in found.items() if value}
 
 
-def _shares(group: ShardGroup, codec: Codec | None) -> list[GatheredParameter]:
+def _encoded(group: ShardGroup, codec: Codec | None) -> list[GatheredParameter]:
     """The parameters of a group as they are gathered; none if they are sent as they are."""
     if codec is None:
         return []
