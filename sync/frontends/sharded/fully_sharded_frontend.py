@@ -34,7 +34,7 @@ from ...programs.named import SHARDS
 from ..checks.hooks import weakly
 from ..request import Request
 from .all_gather import AllGatherComm, Gathers
-from .reduce_scatter import BUFFERS, ReduceScatterComm, RowsBuffer, factor_of, kind_of
+from .reduce_scatter import ReduceScatterComm, factor_of
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardedFrontend
 
@@ -57,9 +57,6 @@ class FullyShardedFrontend(ShardedFrontend):
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)
         self.averaged_nbytes = sum(each.nbytes for each in self.parameters().values())
-        self._row_numels = [sum(group.rows()) for group in self._groups]
-        largest = max(self._row_numels) * self.runtime.world_size
-        self._rows = [RowsBuffer(largest, self.device) for _ in range(BUFFERS)]
         self._room: tuple[Runtime | None, int] = (None, 0)  # the bytes that messages of a runtime need
         self._gathers: Gathers | None = None
         self._gathered_nbytes = 0.0
@@ -100,6 +97,10 @@ class FullyShardedFrontend(ShardedFrontend):
         if self._gathers is not None:
             self._gathers.close()
 
+    @property
+    def _rows_of_bucket(self) -> int:
+        return dist.get_world_size(self.request.group)
+
     def numels(self) -> dict[str, int]:
         return {name: each.numel() for name, each in self.parameters().items()}
 
@@ -119,10 +120,6 @@ class FullyShardedFrontend(ShardedFrontend):
             self._room = runtime, max(needed)
         room = self._buffer_of(index).room(self._room[1])[: room_nbytes(units, runtime.world_size)]
         return BucketMessages(runtime, buffer, units, room=room)
-
-    def _buffer_of(self, index: int) -> RowsBuffer:
-        """The memory in which the gradients of a group travel."""
-        return self._rows[index % BUFFERS]
 
     # ---------------------------------------------------------------- steps
 
@@ -166,20 +163,10 @@ class FullyShardedFrontend(ShardedFrontend):
                 runtime.add_unsent(rows, units)
             if not buffer.holds(vector):
                 return False
-            sent = runtime.submit(self._bucket(index, rows).messages.now(), rows, first=False)
-        factor = factor_of(operation, runtime.world_size)
-        buffer.send(sent, functools.partial(torch.mul, rows[runtime.rank], factor, out=output))
-        if not self._may_defer(index, output, operation):
-            runtime.release()
-            buffer.settle()
+            factor = factor_of(operation, runtime.world_size)
+            self._send(index, rows, functools.partial(torch.mul, rows[runtime.rank], factor, out=output))
+        self._finish(index, output)
         return True
-
-    def _may_defer(self, index: int, output: torch.Tensor, operation: Any) -> bool:
-        """Whether the result of a group may come later, because FSDP does nothing with it before backward ends. On a
-        device streams wait for the result, and the host does not."""
-        group = self._groups[index]
-        divides = kind_of(operation) == dist.ReduceOp.SUM and group.divides_sums
-        return self.device.type == "cpu" and not divides and group.leaves_alone(output)
 
     def _fits(self, index: int, numel: int) -> bool:
         """Whether all parameters of a group that are not frozen have gradients."""
@@ -196,9 +183,6 @@ class FullyShardedFrontend(ShardedFrontend):
 
     @torch.no_grad()
     def _end_step(self) -> None:
-        self.runtime.release()
-        for buffer in self._rows:
-            buffer.settle()
         if self._gathers is not None:
             self._gathered_nbytes = self._gathers.end_step()
         super()._end_step()

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from ...engine.bucket_messages import BucketMessages
-from ...engine.failures import FailedBucket
 from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Frontend, Plan, UnitPlan
@@ -43,7 +42,6 @@ class ReplicatedFrontend(ShardedFrontend):
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)
         self.averaged_nbytes = sum(group.shards_nbytes() for group in self._groups)
-        self._memory: dict[torch.dtype, torch.Tensor] = {}
 
     def register(self) -> list[torch.nn.Module]:
         model = self._model()
@@ -55,6 +53,10 @@ class ReplicatedFrontend(ShardedFrontend):
     def unregister(self) -> None:
         for group in self._groups:
             group.restore_replicas()
+
+    @property
+    def _rows_of_bucket(self) -> int:
+        return 1
 
     def numels(self) -> dict[str, int]:
         return {name: shape.numel() for name, shape in self._shapes().items()}
@@ -95,16 +97,11 @@ class ReplicatedFrontend(ShardedFrontend):
         self._deliver(shards, vector)
         if not runtime.synchronises or operation not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             return False
-        bucket = self._bucket(index, self._buffer(vector))
-        bucket.buffer.copy_(vector)
-        sent = runtime.submit(bucket.messages.now(), bucket.buffer, first=False)
-        runtime.release()
-        if isinstance(outcome := sent.wait(), FailedBucket):
-            raise outcome.error
-        if operation == dist.ReduceOp.SUM:
-            torch.mul(bucket.buffer, runtime.world_size, out=vector)
-        else:
-            vector.copy_(bucket.buffer)
+        gradients = self._buffer_of(index).rows(vector.numel(), vector.dtype)
+        gradients.copy_(vector)
+        factor = runtime.world_size if operation == dist.ReduceOp.SUM else 1
+        self._send(index, gradients, functools.partial(torch.mul, gradients, factor, out=vector))
+        self._finish(index, vector)
         return True
 
     def _deliver(self, shards: Iterable[Shard], vector: torch.Tensor) -> None:
@@ -115,13 +112,6 @@ class ReplicatedFrontend(ShardedFrontend):
                 holder = torch.empty_like(gradient)
                 holder.grad = gradient
                 self.calls.deliver(shard.name, holder)
-
-    def _buffer(self, vector: torch.Tensor) -> torch.Tensor:
-        """Memory for a vector, which all groups share: the average of one has ended when that of the next begins."""
-        if vector.dtype not in self._memory:
-            largest = max(sum(group.rows()) for group in self._groups)
-            self._memory[vector.dtype] = torch.zeros(largest, dtype=vector.dtype, device=vector.device)
-        return self._memory[vector.dtype][: vector.numel()]
 
 
 def _with_shapes(plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:

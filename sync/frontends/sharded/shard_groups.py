@@ -130,18 +130,15 @@ class ShardGroup:
         """Whether the next backward averages gradients of all ranks."""
         return bool(self._alive.reduce_grads and (self._alive.all_reduce_grads or not self.is_replicated))
 
-    @property
-    def divides_sums(self) -> bool:
-        """Whether FSDP divides gradients after it has added them up, if it does not average them."""
-        return bool(self._alive.gradient_divide_factor != 1)
-
     def leaves_alone(self, reduced: torch.Tensor) -> bool:
         """Whether FSDP only makes views of the reduced gradients before backward ends.
 
-        It reads them if it casts them, adds them to others, copies them to the host, or calls a hook.
+        It reads them if it divides or casts them, adds them to others, copies them to the host, or calls a hook.
         """
         group = self._alive
-        reads = group._all_reduce_hook is not None or reduced.dtype != group._orig_dtype
+        sums = group.force_sum_reduction_for_comms or reduced.dtype not in (torch.float32, torch.bfloat16)
+        divides = sums and group.gradient_divide_factor != 1
+        reads = divides or group._all_reduce_hook is not None or reduced.dtype != group._orig_dtype
         return not reads and not any(
             each.offload_to_cpu
             or each.sharded_param.grad is not None

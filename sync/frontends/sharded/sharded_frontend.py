@@ -26,6 +26,7 @@ from ...plans.plan import Plan, UnitPlan
 from ..checks.hooks import weakly
 from ..frontend import ModelFrontend
 from ..request import Request
+from .shard_buffers import BUFFERS, ShardBuffer
 from .shard_groups import Shard, shard_groups
 from .sharded_checks import checked_plan, fitting
 
@@ -79,6 +80,9 @@ class ShardedFrontend(ModelFrontend):
         self._groups = shard_groups(model)
         self._backward: int | None = None  # the one that runs, as autograd numbers them
         self._delivers: set[str] = set()  # parameters of which plans have left something behind
+        self._row_numels = [sum(group.rows()) for group in self._groups]
+        largest = max(self._row_numels, default=0) * self._rows_of_bucket
+        self._buffers = [ShardBuffer(largest, self.device) for _ in range(BUFFERS)]
         self._take(self.new_runtime(plan), {})
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -90,6 +94,11 @@ class ShardedFrontend(ModelFrontend):
 
     def deliver_to(self, names: Iterable[str]) -> None:
         self._delivers.update(names)
+
+    @property
+    @abstractmethod
+    def _rows_of_bucket(self) -> int:
+        """The rows of shards that are averaged together."""
 
     # ---------------------------------------------------------------- changes of the plan
 
@@ -158,9 +167,38 @@ class ShardedFrontend(ModelFrontend):
             Variable._execution_engine.queue_callback(weakly(self._end_step))
         return runtime
 
+    def _buffer_of(self, index: int) -> ShardBuffer:
+        """The memory in which the gradients of a group travel."""
+        return self._buffers[index % BUFFERS]
+
+    def _send(self, index: int, gradients: torch.Tensor, take: Callable[[], object]) -> None:
+        """Send the gradients of a group.
+
+        Args:
+            index: the number of the group.
+            gradients: its memory, which holds them.
+            take: takes the result out of the memory.
+        """
+        messages = self._bucket(index, gradients).messages.now()
+        self._buffer_of(index).send(self.runtime.submit(messages, gradients, first=False), take)
+
+    def _finish(self, index: int, result: torch.Tensor) -> None:
+        """Wait for the result of a group, unless it may come later."""
+        if not self._may_defer(index, result):
+            self.runtime.release()
+            self._buffer_of(index).settle()
+
+    def _may_defer(self, index: int, result: torch.Tensor) -> bool:
+        """Whether the result of a group may come later, because FSDP does nothing with it before backward ends. On a
+        device streams wait for the result, and the host does not."""
+        return self.device.type == "cpu" and self._groups[index].leaves_alone(result)
+
     @torch.no_grad()
     def _end_step(self) -> None:
         self._backward = None
+        self.runtime.release()
+        for buffer in self._buffers:
+            buffer.settle()
         if any(group.is_in_backward for group in self._groups):
             raise RuntimeError(
                 "gckernels: a part of backward has ended before the whole, as activation checkpointing with "

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gckernels.sync import Frontend
 from gckernels.sync.stats.decisions import Decision
 from gckernels.sync.stats.stats import Figures
 
@@ -20,7 +21,7 @@ DECISION = Decision(12, "plain 266 ms; compress", "auto", "3f9a", predicted_s=0.
 )
 def test_rank_0_logs_all_and_others_warnings(caplog, rank, level, is_logged):
     with caplog.at_level(logging.DEBUG, logger="gckernels"):
-        Figures(SimpleNamespace(rank=rank)).decide(replace(DECISION, level=level))
+        Figures(SimpleNamespace(kind=Frontend.DDP, rank=rank)).decide(replace(DECISION, level=level))
     assert caplog.record_tuples == [("gckernels", level, "gckernels: plain 266 ms; compress")] * is_logged
 
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from gckernels import sync
-from gckernels.sync.frontends.sharded.fully_sharded_frontend import FullyShardedFrontend
+from gckernels.sync.frontends.sharded.sharded_frontend import ShardedFrontend
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Setting, adamw, digest, fsdp_modules, model_of, train
 
@@ -39,20 +40,23 @@ READS = {
     "hooks of parameters": Setting(prepare=_halve),
     "hooks of reductions": Setting(prepare=_double_means),
 }
+EXACT = {"fsdp": "Identity", "one shard": "Signal"}
 
 
-def trained(setting: Setting, plan: str | None, defers: bool | None = None) -> tuple[str, int]:
+def trained(form: str, setting: Setting, plan: str | None, defers: bool | None = None) -> tuple[str, int]:
     """The digest of a training, and how many reductions were deferred; all or none of them if ``defers`` says so."""
-    model = model_of(setting, "fsdp")
-    attachment = None if plan is None else sync.attach(model, plan)
-    may_defer, deferred = FullyShardedFrontend._may_defer, []
+    model = model_of(setting, form)
+    program = None if form == "fsdp" else "allgather"  # the usual one for replicas would leave everything to FSDP
+    sent = sync.uniform_plan(model, plan, program=program) if plan == "Identity" else plan
+    attachment = None if sent is None else sync.attach(model, sent)
+    may_defer, deferred = ShardedFrontend._may_defer, []
 
     def chosen(self: Any, *arguments: Any) -> bool:
         answer = may_defer(self, *arguments) if defers is None else defers
         deferred.append(answer)
         return answer
 
-    with mock.patch.object(FullyShardedFrontend, "_may_defer", chosen):
+    with mock.patch.object(ShardedFrontend, "_may_defer", chosen):
         train(model, setting, range(STEPS), adamw(model))
     found = digest(model)
     if attachment is not None:
@@ -60,32 +64,42 @@ def trained(setting: Setting, plan: str | None, defers: bool | None = None) -> t
     return found, sum(deferred)
 
 
-def awaited_or_not() -> dict[str, list[tuple[str, int]]]:
-    return {spec: [trained(SETTINGS["plain"], spec, defers) for defers in (None, False)] for spec in CODECS}
+def awaited_or_not(form: str) -> dict[str, list[tuple[str, int]]]:
+    return {spec: [trained(form, SETTINGS["plain"], spec, defers) for defers in (None, False)] for spec in CODECS}
 
 
-def test_a_deferred_result_is_that_of_an_awaited_one():
-    for found in values_of(run_ranks(2, awaited_or_not)):
+FORMS = pytest.mark.parametrize("form", ["fsdp", "one shard"])
+
+
+@FORMS
+def test_a_deferred_result_is_that_of_an_awaited_one(form):
+    for found in values_of(run_ranks(2, awaited_or_not, form)):
         for spec, ((deferred, count), (awaited, none)) in found.items():
             assert deferred == awaited, spec
-            assert (count, none) == (3 * (STEPS - 1), 0), spec  # the first step is averaged by FSDP
+            steps = STEPS - 1 if form == "fsdp" else STEPS  # FSDP itself reduces gradients of the first step to shards
+            assert (count, none) == (3 * steps, 0), spec
 
 
-def read_before_the_end() -> dict[str, list[tuple[str, int]]]:
+def read_before_the_end(form: str) -> dict[str, list[tuple[str, int]]]:
     """By setting: trainings without an attachment, with one, and with one that defers what it must not."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)  # memory is filled with NaN
     try:
         return {
-            name: [trained(setting, None), trained(setting, "Identity"), trained(setting, "Identity", True)]
+            name: [
+                trained(form, setting, None),
+                trained(form, setting, "Identity"),
+                trained(form, setting, "Identity", True),
+            ]
             for name, setting in READS.items()
         }
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_fsdp_reads_is_awaited():
-    for found in values_of(run_ranks(2, read_before_the_end)):
+@FORMS
+def test_what_fsdp_reads_is_awaited(form):
+    for found in values_of(run_ranks(2, read_before_the_end, form)):
         for name, ((alone, _), (attached, deferred), (wrong, _)) in found.items():
             assert attached == alone, name
             assert wrong != alone, name

@@ -1,0 +1,86 @@
+"""The memory in which the gradients of groups of parameters travel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch.futures import Future
+
+from ...engine.failures import FailedBucket, Outcome
+
+BUFFERS = 2
+"""The groups whose gradients can be on their way at the same time: one is sent while the next is encoded."""
+
+
+class ShardBuffer:
+    """Memory for the gradients of one group, and then for those of others.
+
+    Args:
+        numel: the elements of the largest group.
+        device: the device of the gradients.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._numel, self._device = numel, device
+        self._memory: dict[torch.dtype, torch.Tensor] = {}
+        self._sent: Future[Outcome] | None = None
+        self._finish: Callable[[], object] | None = None
+        self._room = torch.zeros(0, dtype=torch.uint8, device=device)
+        self._free: torch.cuda.Event | None = None
+        self._filled: torch.cuda.Stream | None = None
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """Memory for payloads, ``uint8`` of at least ``nbytes``."""
+        if self._room.numel() < nbytes:
+            self._room = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        return self._room
+
+    def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The memory for gradients, ``[numel]``, when what was in it has arrived."""
+        self.settle()
+        if self._device.type == "cuda":
+            self._filled = torch.cuda.current_stream(self._device)
+        if self._free is not None:
+            self._free.wait()
+        if dtype not in self._memory:
+            self._memory[dtype] = torch.zeros(self._numel, dtype=dtype, device=self._device)
+        return self._memory[dtype][:numel]
+
+    def holds(self, vector: torch.Tensor) -> bool:
+        """Whether a vector is this memory."""
+        memory = self._memory.get(vector.dtype)
+        return memory is not None and memory.data_ptr() == vector.data_ptr()
+
+    def filled(self) -> AbstractContextManager[object]:
+        """A context of the stream that copies gradients into the memory, for what waits for them. FSDP's own stream,
+        in which it asks for the reduction, waits for earlier results as well."""
+        divides = torch.float16 in self._memory  # FSDP divides such gradients in its own stream
+        return contextlib.nullcontext() if self._filled is None or divides else torch.cuda.stream(self._filled)
+
+    def send(self, sent: Future[Outcome], finish: Callable[[], object]) -> None:
+        """Note that the memory is in use.
+
+        Args:
+            sent: its messages.
+            finish: takes the result out of it.
+        """
+        self._sent, self._finish = sent, finish
+
+    def settle(self) -> None:
+        """Wait for what is in the memory, and take the result out of it.
+
+        Raises:
+            RuntimeError: it could not be sent.
+        """
+        sent, finish = self._sent, self._finish
+        self._sent = self._finish = None
+        if sent is None or finish is None:
+            return
+        if isinstance(outcome := sent.wait(), FailedBucket):
+            raise outcome.error
+        finish()
+        if self._device.type == "cuda":
+            self._free = torch.cuda.current_stream(self._device).record_event()
