@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import os
 import signal
 from pathlib import Path
@@ -10,8 +11,16 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session")
+def little_garbage():
+    """Exempt what exists from garbage collection: measurements collect before every round, and a process that has run
+    many tests has many objects to go over."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def out(monkeypatch, tmp_path):
+def out(little_garbage, monkeypatch, tmp_path):
     """The results folder."""
     monkeypatch.setenv("BENCH_OUT", str(tmp_path / "out"))
     return tmp_path / "out"
