@@ -50,7 +50,7 @@ class Run:
     program: str
     model: str = "Mlp"
     dtype: torch.dtype = torch.float32
-    steps: int = 8
+    steps: int = 5
     options: dict[str, Any] = field(default_factory=lambda: {"bucket_cap_mb": SMALL_BUCKETS})
     micro_batches: int = 1
 

@@ -14,14 +14,14 @@ from models import build
 from ranks import run_ranks, values_of
 from workloads import combinations, digest_of, one_of_each, topology, with_feedback, with_two_or_three_ranks
 
-STEPS = 12
+STEPS = 10
 POISON = {
     0: ("layers.0.weight", 0, torch.inf),  # the first step is not compressed
     2: ("layers.0.weight", 0, torch.inf),
     3: ("layers.2.weight", -1, torch.nan),
-    6: ("layers.4.weight", 0, -torch.inf),
-    7: ("layers.2.bias", -1, torch.inf),  # this parameter is sent exactly
-    9: ("layers.0.weight", -1, torch.nan),
+    5: ("layers.4.weight", 0, -torch.inf),
+    6: ("layers.2.bias", -1, torch.inf),  # this parameter is sent exactly
+    8: ("layers.0.weight", -1, torch.nan),
 }
 """For every poisoned step: the parameter, the rank (-1 is the last), and the value of one element of the rank's
 gradient."""

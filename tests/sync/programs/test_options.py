@@ -44,7 +44,7 @@ from workloads import digest_of, nccl_group, placed, summed
 
 TWO_BY_TWO = Topology(machines=2, devices=2)
 NUMELS = (0, 1, 5, 16, 70, 1000)
-STEPS = 3
+STEPS = 2  # the second sends what the first has left
 
 
 # -------------------------------------------------------------------- number of options
@@ -201,7 +201,7 @@ def synchronise(
 
 def check(outcomes: list[list[Found]], bounds: dict[str, float], dtype: torch.dtype = torch.float32) -> None:
     """Assert that ranks are equal and that errors are within each compressor's bound. In fp32 nothing is lost: every
-    encoding, at most four in each of three steps, on each of at most six ranks, rounds numbers below 128 by at most
+    encoding, at most four in each step, on each of at most six ranks, rounds numbers below 128 by at most
     2**-18."""
     for first, *others in zip(*outcomes, strict=True):
         assert all(other.digest == first.digest for other in others), f"{first.what}: ranks differ"
@@ -218,14 +218,14 @@ TERN_GRAD = math.inf  # random, and off by any number of its steps; ranks must s
 SLOW = pytest.mark.slow
 
 
-# `make test` takes every third option of one compressor, and every sixth of three in the narrow dtype
+# `make test` takes every sixth option of one compressor, and every twelfth of three in the narrow dtype
 @pytest.mark.parametrize(
     ("specs", "dtype", "root", "stride"),
     [
-        (("BlockQuant",), torch.float32, 0, 3),
+        (("BlockQuant",), torch.float32, 0, 6),
         pytest.param(("BlockQuant",), torch.float32, 0, 1, marks=SLOW),
         pytest.param(("Identity", "TernGrad"), torch.float32, 0, 1, marks=SLOW),
-        (("Identity", "BlockQuant", "TernGrad"), torch.bfloat16, 3, 6),
+        (("Identity", "BlockQuant", "TernGrad"), torch.bfloat16, 3, 12),
         pytest.param(("Identity", "BlockQuant", "TernGrad"), torch.bfloat16, 3, 1, marks=SLOW),
     ],
 )
@@ -237,7 +237,7 @@ def test_every_option_gives_the_mean_on_two_machines_of_two(specs, dtype, root, 
     check(found, {"Identity": 0.0, "BlockQuant": BLOCK_QUANT + rounding, "TernGrad": TERN_GRAD}, dtype)
 
 
-@pytest.mark.parametrize("stride", [4 * 61, pytest.param(61, marks=SLOW)])
+@pytest.mark.parametrize("stride", [8 * 61, pytest.param(61, marks=SLOW)])
 def test_where_a_program_computes_does_not_change_the_result(stride):
     """The host has a memory of its own here, so every tensor that it needs must be copied."""
     every = enumerate_programs(TWO_BY_TWO, tuple(Place))
@@ -272,7 +272,7 @@ def test_a_gpu_gives_the_same_as_the_cpu(topology, part):
     check_same(values_of(found), values_of(run_ranks(topology.world_size, synchronise, programs, *arguments)))
 
 
-@pytest.mark.parametrize("stride", [17, pytest.param(7, marks=SLOW)])
+@pytest.mark.parametrize("stride", [31, pytest.param(7, marks=SLOW)])
 @pytest.mark.parametrize("topology", [Topology(3, 2), Topology(2, 3)])
 def test_levels_that_are_no_powers_of_two(topology, stride):
     """Thirds are not exact: Identity is off by the rounding of a few additions and products."""
