@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,22 @@ def write_small_trace(folder: Path, **options: Any) -> str:
     path = folder / "small.trace.json"
     small_trace(**options).save(path)
     return str(path)
+
+
+def write_small_plan(folder: Path, machine: str) -> str:
+    """Write the plan of the policy ``all`` for the small trace on a shipped machine, and return its path."""
+    path = folder / "plan.json"
+    path.write_bytes(_small_plan(machine))
+    return str(path)
+
+
+@functools.cache
+def _small_plan(machine: str) -> bytes:
+    """The plan that the command writes, which is made once for all tests."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        trace, path = write_small_trace(Path(folder)), Path(folder, "plan.json")
+        assert commands.main(["plan", trace, machine, "--policy", "all", "-o", str(path)]) == 0
+        return path.read_bytes()
 
 
 def run_json(capsys: Any, *arguments: str) -> tuple[int, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_trace
+from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_plan, write_small_trace
 from gckernels.sync import Plan
 from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.commands.studies.chain import chain_of
@@ -27,10 +27,9 @@ MACHINE = "two-sites-1gbit"
 
 
 @pytest.fixture
-def made(tmp_path, capsys):
+def made(tmp_path):
     """The paths of a trace and of a plan, and the arguments that explain it."""
-    trace, plan = write_small_trace(tmp_path), str(tmp_path / "plan.json")
-    assert run_text(capsys, "plan", trace, MACHINE, "--policy", "all", "-o", plan)[0] == 0
+    trace, plan = write_small_trace(tmp_path), write_small_plan(tmp_path, MACHINE)
     return trace, plan, ("explain", trace, MACHINE, plan)
 
 

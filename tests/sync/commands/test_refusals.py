@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from command_files import run_text, write_small_trace
+from command_files import run_text, write_small_plan, write_small_trace
 from gckernels.sync import Plan
 
 MACHINE = "two-sites-1gbit"
@@ -22,14 +22,11 @@ def also(*values):
 
 
 @pytest.fixture
-def files(tmp_path, capsys):
+def files(tmp_path):
     """The paths of a trace, a machine and a plan that fit, by kind."""
-    paths = {"trace": write_small_trace(tmp_path), "machine": str(tmp_path / "machine.json")}
-    shutil.copy(SHIPPED / f"{MACHINE}.json", paths["machine"])
-    paths["plan"] = str(tmp_path / "plan.json")
-    made = run_text(capsys, "plan", paths["trace"], paths["machine"], "--policy", "all", "-o", paths["plan"])
-    assert made[0] == 0
-    return paths
+    machine = shutil.copy(SHIPPED / f"{MACHINE}.json", tmp_path / "machine.json")
+    plan = write_small_plan(tmp_path, MACHINE)
+    return {"trace": write_small_trace(tmp_path), "machine": str(machine), "plan": plan}
 
 
 def commands_with(files, kind):
