@@ -97,7 +97,10 @@ def test_no_step_of_many_random_plans_is_impossible(first):
     check(range(first, first + 100))
 
 
-@pytest.mark.parametrize(("machine", "trace"), [("utility-p3-8xlarge", "resnet50"), ("lab", "lstm")])
+@pytest.mark.parametrize(
+    ("machine", "trace"),
+    [("lab", "lstm"), pytest.param("utility-p3-8xlarge", "resnet50", marks=pytest.mark.slow)],
+)
 def test_no_step_of_a_shipped_trace_is_impossible(machine, trace):
     assert all(float(row["ratio"]) >= 1.0 for row in rows_of(machine, trace, COMPRESSORS))
 

@@ -169,7 +169,7 @@ def goes_on(front: str, folder: str) -> tuple[list[str], list[str], set[str], in
     return made, left, processes, groups_left, output, losses
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["hook", pytest.param("module", marks=pytest.mark.slow)])
 def test_nothing_is_left_and_the_same_process_goes_on(front, tmp_path):
     outcomes = run_ranks(
         WORLD_SIZE, goes_on, front, str(tmp_path), group_timeout_s=GROUP_TIMEOUT_S, timeout_s=TIMEOUT_S, fresh=True

@@ -83,8 +83,8 @@ def taken(pairs: list[tuple[str, str]], place: Place = Place.DEVICE) -> list[tup
     return found
 
 
-# with 10, every tenth pair is tested, other ones with other numbers of ranks
-FEW_AND_ALL = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+# with 16, every sixteenth pair is tested, other ones with other numbers of ranks
+FEW_AND_ALL = pytest.mark.parametrize("every", [16, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @FEW_AND_ALL

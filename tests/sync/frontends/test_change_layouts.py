@@ -98,7 +98,7 @@ def walk(front: str) -> None:
     handle.close()
 
 
-@pytest.mark.parametrize("front", ["attach", "module"])
+@pytest.mark.parametrize("front", ["attach", pytest.param("module", marks=pytest.mark.slow)])
 def test_nothing_is_lost_between_layouts(front):
     values_of(run_ranks(2, walk, front))
 

@@ -247,7 +247,7 @@ def resumed(front: str, folder: str, with_dcp: bool) -> None:
         training.handle.close()
 
 
-@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("front", ["attach", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_job_resumes_in_the_middle_of_a_change(front, tmp_path: Path):
     for with_dcp in (False, True):
         values_of(run_ranks(2, resumed, front, str(tmp_path / "saved"), with_dcp))

@@ -149,7 +149,7 @@ def left_behind(front: str) -> None:
     training.handle.close()
 
 
-@pytest.mark.parametrize("front", ["attach", "module"])
+@pytest.mark.parametrize("front", ["attach", pytest.param("module", marks=pytest.mark.slow)])
 def test_an_old_plan_leaves_nothing_behind(front):
     values_of(run_ranks(2, left_behind, front))
 

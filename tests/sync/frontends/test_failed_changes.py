@@ -72,7 +72,7 @@ def changes(front: str) -> str:
     return raised(front)
 
 
-@pytest.mark.parametrize("front", ["attach", "module"])
+@pytest.mark.parametrize("front", [pytest.param("attach", marks=pytest.mark.slow), "module"])
 def test_a_plan_that_one_rank_cannot_build_leaves_all_with_the_plan_from_before(front):
     first, second = values_of(run_ranks(2, changes, front))
     assert first == second == "change_plan: MemoryError: no room (rank 1); the plan from before goes on"

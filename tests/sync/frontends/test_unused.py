@@ -59,9 +59,9 @@ class Account:
             torch.testing.assert_close(kept + held[name], given, rtol=1e-4, atol=1e-5, msg=f"{what}, {name}")
 
 
-def kept(as_views: bool, *names: str) -> None:
+def kept(as_views: bool, every: int, *names: str) -> None:
     """Gradients are kept over several averages, in which DDP's buckets have old gradients of parameters that are not
-    used; and plans change in the middle of it."""
+    used; and plans change in the middle of it. Each plan has every ``every``-th of the steps, another one first."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     module = Branches()
@@ -70,10 +70,10 @@ def kept(as_views: bool, *names: str) -> None:
     account, number = Account(module), 0
     following = plans(module, (2, 1)) | {"levels": plans(module, (1, 2))["levels"]}
     attachment = sync.attach(model, following["none"])
-    for name in names or following:
+    for turn, name in enumerate(names or following):
         attachment.change_plan(following[name])
         was_used = False
-        for passes in PASSES:
+        for passes in PASSES[turn % every :: every]:
             for uses, averages in passes:
                 own = Mlp.batch(number, rank) | {"left": True, "right": uses[rank]}
                 number += 1
@@ -92,8 +92,9 @@ def kept(as_views: bool, *names: str) -> None:
 
 
 @pytest.mark.parametrize(("as_views", "names"), [(False, ()), (True, ("signs", "low rank", "ring"))])
-def test_kept_gradients_of_unused_parameters_come_once(as_views, names):
-    values_of(run_ranks(2, kept, as_views, *names))
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_kept_gradients_of_unused_parameters_come_once(as_views, names, every):
+    values_of(run_ranks(2, kept, as_views, every, *names))
 
 
 class Twins(torch.nn.Module):

@@ -175,7 +175,7 @@ def test_exhaustive_refuses_large_problems():
 
 @pytest.mark.parametrize("seed", range(1))
 def test_codecs_for_nothing_leave_every_plan_at_least_as_fast(seed):
-    problem = random_problem(seed, Frontend.DDP)
+    problem = random_problem(seed, Frontend.DDP, launches=2)
     plan, free = POLICIES["auto"](problem), free_problem(problem)
     assert free.step_s(POLICIES["bound"](problem)) <= free.step_s(plan) * 1.001
     assert free.step_s(plan) <= problem.step_s(plan)
@@ -200,7 +200,7 @@ def test_a_gain_within_the_margin_is_none():
 
 
 def test_the_host_takes_part_only_where_it_may_and_helps():
-    slow = random_problem(6, Frontend.MODULE)
+    slow = random_problem(6, Frontend.MODULE, launches=2)
     machine = replace(slow.machine, element_s=1e-8, link_nbytes_per_s=1e8, latency_s=1e-5)
     on_device = replace(slow, pricer=slow.pricer.on(machine))
     anywhere = replace(on_device, places=(Place.DEVICE, Place.HOST))

@@ -22,7 +22,7 @@ from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
-ROUNDS = 12
+ROUNDS = 8
 
 
 def attached_and_closed() -> list[set[str]]:

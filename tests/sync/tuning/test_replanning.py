@@ -58,7 +58,7 @@ def changed(front: str, before: dict[str, float], after: dict[str, float], steps
     return result
 
 
-@pytest.mark.parametrize("front", ["ddp", "module"])
+@pytest.mark.parametrize("front", [pytest.param("ddp", marks=pytest.mark.slow), "module"])
 def test_a_slower_network_lets_another_plan_follow(front):
     times = {PLAIN: 1.0, "four": 0.9, "eight": 0.5}, {PLAIN: 9.0, "four": 2.0, "eight": 4.0}
     ranks = values_of(run_ranks(2, changed, front, *times, 2 * STEPS + 20))
@@ -163,7 +163,7 @@ class Steady:
         return self
 
 
-@pytest.mark.parametrize("front", ["ddp", "module"])
+@pytest.mark.parametrize("front", ["ddp", pytest.param("module", marks=pytest.mark.slow)])
 def test_units_whose_errors_are_too_large_get_a_finer_compressor(front):
     ranks = values_of(run_ranks(2, refined, front))
     assert [(seen, texts) for seen, texts, _ in ranks[:1]] == [(seen, texts) for seen, texts, _ in ranks[1:]]

@@ -42,12 +42,16 @@ def tried(front, step_s, count=STEPS + 10):
     return result
 
 
-@pytest.mark.parametrize("front", FRONTS)
+FASTEST_FOUR, FASTEST_PLAIN = {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, {PLAIN: 1.0, "four": 0.99, "eight": 1.7}
+
+
 @pytest.mark.parametrize(
-    ("step_s", "winner"),
+    ("front", "step_s", "winner"),
     [
-        ({PLAIN: 1.0, "four": 0.5, "eight": 0.7}, "four"),
-        ({PLAIN: 1.0, "four": 0.99, "eight": 1.7}, PLAIN),
+        ("ddp", FASTEST_FOUR, "four"),
+        ("module", FASTEST_PLAIN, PLAIN),
+        pytest.param("ddp", FASTEST_PLAIN, PLAIN, marks=pytest.mark.slow),
+        pytest.param("module", FASTEST_FOUR, "four", marks=pytest.mark.slow),
     ],
 )
 def test_the_fastest_plan_stays(front, step_s, winner):

@@ -61,7 +61,7 @@ def planned(front: str) -> list[tuple[str, list[str], bool]]:
     return found
 
 
-@pytest.mark.parametrize("front", ["ddp", "module"])
+@pytest.mark.parametrize("front", ["ddp", pytest.param("module", marks=pytest.mark.slow)])
 def test_every_kind_of_parameter_is_planned(front):
     for found in values_of(run_ranks(2, planned, front)):
         for kind, texts, compresses in found:
