@@ -37,6 +37,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 interpreter.fix_numpy_indexing()
 interpreter.refuse_numbers_as_masks()
 interpreter.patch_once_per_launch()
+interpreter.make_shapes_once()
 interpreter.leave_out_what_has_no_effect()
 
 

@@ -88,3 +88,58 @@ def leave_out_what_has_no_effect() -> None:
     of_pointers = interpreter._get_np_dtype(triton.language.pointer_type(triton.language.int8))
     of_numbers = functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda dtype: of_pointers if dtype.scalar.is_ptr() else of_numbers(dtype.scalar)
+
+
+def make_shapes_once() -> None:
+    """Make every shape once, instead of anew for each tensor and each type of a block, and compare shapes by identity.
+
+    In Triton 3.7 a shape is a tuple of constants that has a type with the types of the constants. Making shapes and
+    comparing them took half of the interpreter's time.
+    """
+    if not triton.__version__.startswith("3.7."):
+        return
+    core, semantic = triton.language.core, triton.language.semantic.TritonSemantic
+    make_block, make_tensor, broadcast = core.block_type.__init__, core.tensor.__init__, semantic.broadcast_impl_value
+    blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    tensors: dict[Any, tuple[Any, Any]] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        numbers = vars(shape).get("numbers") if isinstance(shape, core.tuple) else None
+        if numbers is None:
+            numbers = tuple(map(core._unwrap_if_constexpr, core._unwrap_if_constexpr(shape)))
+        known = blocks.get((element_ty.name, numbers))
+        if known is None:
+            make_block(self, element_ty, shape)
+            self.numbers = self.shape.numbers = numbers
+            known = blocks[element_ty.name, numbers] = vars(self).copy()
+        vars(self).update(known)
+        self.element_ty = element_ty
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        numbers = type.numbers if type.is_block() else ()
+        known = tensors.get(numbers)
+        if known is None:
+            make_tensor(self, handle, type)
+            self.shape.numbers = numbers
+            known = tensors[numbers] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known
+
+    def equal_blocks(self: Any, other: Any) -> bool:
+        return isinstance(other, core.block_type) and (self.numbers, self.element_ty) == (
+            other.numbers,
+            other.element_ty,
+        )
+
+    def equal_types(self: Any, other: Any) -> bool:
+        if self is other:
+            return True
+        other = core._unwrap_if_constexpr(other)
+        return isinstance(other, core.dtype) and self.name == other.name
+
+    def broadcast_together(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
+    core.block_type.__eq__, core.dtype.__eq__ = equal_blocks, equal_types
+    semantic.broadcast_impl_value = broadcast_together
