@@ -6,6 +6,9 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
+
+# Without its cache of compiled modules Python takes twice as long to collect the tests, in every process of them.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help test test-slow check train bench bench-kernels kernel-report convergence test-gpu bench-gpu clean
 
 help: ## list the targets
