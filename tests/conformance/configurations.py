@@ -86,6 +86,11 @@ KINDS = _first_with(lambda launch: launch.kernel)
 compressor applies to values are compile-time arguments."""
 
 
+QUICK = (*DEFAULTS, *(spec for spec in KINDS if spec not in DEFAULTS), "TopK(ratio=0.25, value_bits=4)")
+"""Configurations of the tests of what one text of a host path or a kernel does for all of them, in ``make test``: the
+default of every class, one for every kernel's text, and one with entries of 4 bits. ``make test-slow`` has all."""
+
+
 ONE_OF_EACH_KIND = {spec: compressor for spec, compressor in DEFAULTS.items() if spec in KINDS}
 
 INTERPRETED_IN_ALL = interpreted(DIFFERENT.values())

@@ -10,6 +10,7 @@ from configurations import (
     DEFAULTS,
     INTERPRETED_IN_ALL,
     INTERPRETED_IN_KINDS,
+    QUICK,
     assert_payloads_equal,
     expected_residual,
     parametrize,
@@ -83,7 +84,7 @@ def test_large_size(compressor, implementation):
 
 
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 @cases(
     ("numel", "chunks"),
     [
@@ -99,7 +100,7 @@ def test_chunks(compressor, implementation, numel, chunks):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 @cases("numel", [0, 4096])
 def test_payload_with_room_to_spare(compressor, implementation, numel):
     """The payload is laid out for more elements than there are, as for the short last shard of a unit."""
@@ -131,7 +132,7 @@ def test_nasty_gradients(compressor, implementation, name):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 @cases("dtype", DTYPES)
 def test_dtypes(compressor, implementation, dtype):
     """Inputs and outputs are fp32, bf16 and fp16, with subnormals and overflow; statistics stay in fp32."""
@@ -171,7 +172,7 @@ def gradients(elements) -> st.SearchStrategy[np.ndarray]:
     return arrays.arrays(np.float32, st.integers(0, 200), elements=elements)
 
 
-@parametrize()
+@parametrize(quick=QUICK)
 @settings(max_examples=10)  # per configuration
 @given(values=gradients(FLOATS), chunks=st.integers(1, 4), feedback=st.booleans())
 def test_any_finite_gradient(compressor, values, chunks, feedback):
@@ -181,7 +182,7 @@ def test_any_finite_gradient(compressor, values, chunks, feedback):
     check_decode(HOST, compressor, payload, torch.empty(grad.numel()))
 
 
-@parametrize()
+@parametrize(quick=QUICK)
 @settings(max_examples=10)
 @given(values=gradients(NON_FINITE_FLOATS), chunks=st.integers(1, 4))
 def test_any_gradient(compressor, values, chunks):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import INTERPRETED_IN_KINDS, SHOWN_ELSEWHERE, parametrize
+from configurations import INTERPRETED_IN_KINDS, QUICK, SHOWN_ELSEWHERE, parametrize
 
 from cases import cases
 from gckernels import SigNUM
@@ -30,7 +30,7 @@ ROUNDING = 2.0**-24  # relative error of one fp32 operation
 # One kind of gradient is enough for the kernel, which is slow in the interpreter. test_equivalence.py tests its
 # residual to the last bit for all gradients.
 @IMPLEMENTATIONS
-@parametrize(lambda compressor: compressor.traits.conserves)
+@parametrize(lambda compressor: compressor.traits.conserves, quick=QUICK)
 @cases("name", ["heavy_tails", "random", "ties", "all_equal", "denormals"])
 def test_nothing_is_lost(compressor, implementation, name):
     """Over several steps, the sum of the decoded values plus the residual equals the sum of the gradients."""
@@ -88,7 +88,7 @@ def test_inf_and_nan_show_but_do_not_stay(compressor, implementation, name):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 def test_feedback_recovers_after_a_bad_step(compressor, implementation):
     """The step after an inf continues from the residual before it."""
     numel = 100

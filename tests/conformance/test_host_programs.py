@@ -24,6 +24,7 @@ from gckernels.toolkit.quantizer import MapQuantizer
 from gckernels.toolkit.quantizer import host as quantizer_host
 from gckernels.toolkit.sparsifier import host as sparsifier_host
 
+SLOW = pytest.mark.slow
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-option", "-Wno-overriding-option")}
 """Disables a warning about the options rather than the program: clang warns if one option resets a part of another."""
@@ -55,7 +56,10 @@ def sources() -> Iterator[str]:
         yield module.program()
 
 
-@pytest.mark.parametrize("processor", ["native", "x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
+@pytest.mark.parametrize(
+    "processor",
+    ["native", "x86-64", "sapphirerapids", *(pytest.param(each, marks=SLOW) for each in ("haswell", "skylake-avx512"))],
+)
 def test_a_program_of_each_family_has_no_warnings(named, processor, tmp_path):
     """Only the warnings that need no optimiser are checked, to be quick; the next test checks all.
 
@@ -77,7 +81,7 @@ def test_a_program_of_each_family_has_no_warnings(named, processor, tmp_path):
         assert output.returncode == 0, output.stderr
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("processor", ["native", "x86-64"])
 def test_programs_compile_without_a_warning(named, processor, tmp_path):
@@ -96,7 +100,7 @@ def test_programs_compile_without_a_warning(named, processor, tmp_path):
         assert output.returncode == 0, output.stderr
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.timeout(1800)
 def test_the_suite_finds_nothing_in_a_sanitised_host_path(named, tmp_path):
     """AddressSanitizer sees torch's allocations as well, because its runtime is loaded before everything else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import INTERPRETED_IN_KINDS, OURS, assert_payloads_equal, for_each, parametrize
+from configurations import INTERPRETED_IN_KINDS, OURS, QUICK, assert_payloads_equal, for_each, parametrize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +55,7 @@ def test_reference_writes_the_stated_size(compressor, numel):
 @cases(("rows", "stride"), [(3, 3 * 2**29), (2, 2**31 + 16)])
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 def test_rows_further_apart_than_32_bits_reach(compressor, implementation, rows, stride):
     """Payloads that 32-bit indexing cannot reach are encoded and decoded; only the bytes of the rows are touched."""
     numel = 40 * rows

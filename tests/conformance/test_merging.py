@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import INTERPRETED_IN_KINDS, assert_payloads_equal, parametrize
+from configurations import INTERPRETED_IN_KINDS, QUICK, assert_payloads_equal, parametrize
 
 from cases import cases
 from gckernels import chunk_numel
@@ -48,7 +48,7 @@ def test_merging_is_the_mean_of_the_decodings(compressor, implementation, source
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 def test_no_payloads_decode_to_zero(compressor, implementation):
     nothing = torch.empty(0, 1, compressor.payload_nbytes(20), dtype=torch.uint8)
     out = torch.randn(20)
@@ -58,7 +58,7 @@ def test_no_payloads_decode_to_zero(compressor, implementation):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 def test_a_payload_may_stand_for_several_sources(compressor, implementation):
     """Expanded views, whose stride is 0, are read correctly."""
     payload, _ = encode(REFERENCE, compressor, torch.randn(50))
@@ -72,7 +72,7 @@ def test_a_payload_may_stand_for_several_sources(compressor, implementation):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 @cases("numel", [1000, 40])
 def test_chunks_are_the_parts_encoded_separately(compressor, implementation, numel):
     """Each chunk equals the same part encoded at its position: random numbers belong to elements of the unit, not of
@@ -99,7 +99,7 @@ def test_chunks_are_the_parts_encoded_separately(compressor, implementation, num
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 @cases(
     ("sources", "numel", "size", "feedback"),
     [

@@ -4,7 +4,7 @@ mode, autocast, inference mode."""
 from __future__ import annotations
 
 import pytest
-from configurations import parametrize
+from configurations import QUICK, parametrize
 from units import assert_same, copied, decodings, encodings, recodings
 
 from cases import cases
@@ -18,7 +18,7 @@ SIZES = (0, 33, 5000)
 
 @INTERPRETED_SLOWLY
 @pytest.mark.parametrize("implementation", [REFERENCE_PARAM, HOST_PARAM, KERNEL_PARAM])
-@parametrize()
+@parametrize(quick=QUICK)
 @cases("setting", SETTINGS)
 def test_bytes_are_the_same(compressor, implementation, setting):
     if implementation is not HOST and setting != "everything":
@@ -48,7 +48,7 @@ def test_bytes_are_the_same(compressor, implementation, setting):
 
 
 @cases("setting", SETTINGS)
-@parametrize(lambda compressor: isinstance(compressor, MapQuantizer))
+@parametrize(lambda compressor: isinstance(compressor, MapQuantizer), quick=QUICK)
 def test_programs_are_the_same(compressor, setting):
     """The text of what is compiled: a library that is cached serves processes with other settings, too."""
     want = host.program(compressor, False), triton_source(compressor)

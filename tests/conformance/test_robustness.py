@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from configurations import INTERPRETED_IN_KINDS, assert_payloads_equal, parametrize
+from configurations import INTERPRETED_IN_KINDS, QUICK, assert_payloads_equal, parametrize
 
 from cases import cases
 from gckernels import chunk_numel
@@ -42,7 +42,7 @@ def test_random_bytes_write_nothing_out_of_bounds(compressor, implementation, st
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize()
+@parametrize(quick=QUICK)
 def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
     """Rows of payloads may lie apart, and the memory between them stays as it is."""
     numel, chunks, gap = 20, 3, 4096
@@ -58,7 +58,7 @@ def test_encoding_leaves_what_is_between_the_rows(compressor, implementation):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize(has_status)
+@parametrize(has_status, quick=QUICK)
 def test_wrong_status_word_decodes_to_nan(compressor, implementation):
     """One damaged payload among the sources spoils its chunk, and no other."""
     numel = 100
@@ -72,7 +72,7 @@ def test_wrong_status_word_decodes_to_nan(compressor, implementation):
 
 @INTERPRETED_IN_KINDS
 @IMPLEMENTATIONS
-@parametrize(has_status)
+@parametrize(has_status, quick=QUICK)
 def test_zeroed_payload_decodes_to_nan(compressor, implementation):
     """A lost message leaves a payload of zeros."""
     payload = torch.zeros(1, compressor.payload_nbytes(30), dtype=torch.uint8)
