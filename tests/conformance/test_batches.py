@@ -10,7 +10,7 @@ from configurations import CONFIGURATIONS, DEFAULTS, INTERPRETED_IN_KINDS, KINDS
 from units import assert_same, copied, decodings, encodings, recodings
 
 from cases import cases
-from gckernels import ChunkTopK, Identity
+from gckernels import ChunkTopK, Identity, RandomK
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
 from gckernels.codec import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.toolkit.kernels import batch as kernel_batch
@@ -34,8 +34,8 @@ def is_sparsifier(compressor) -> bool:
     return isinstance(compressor, Sparsifier)
 
 
-INTERPRETED_QUICKLY = interpreted([each for each in KINDS.values() if not isinstance(each, ChunkTopK)])
-"""Every kernel's text but one, which takes the interpreter as long as all others."""
+INTERPRETED_QUICKLY = interpreted([each for each in KINDS.values() if not isinstance(each, ChunkTopK | RandomK)])
+"""Every kernel's text but two, which take the interpreter longer than all others."""
 
 OF_ITS_OWN = parametrize(lambda compressor: not is_sparsifier(compressor))
 SCALE, ADDED = 1 / 3, 0x9E3779B97F4A7C15

@@ -9,6 +9,7 @@ import pytest
 
 import gckernels
 import gckernels.sync.lab
+from cases import cases
 from gckernels import sync
 from pages import PAGES, ROOT, programs, run_program
 from ranks import run_ranks, values_of
@@ -20,6 +21,9 @@ FOLDERS = "bench|docs|examples|gckernels|sync|tests"
 
 def _name(page):
     return str(page.relative_to(ROOT))
+
+
+EVERY = [pytest.param(page, id=_name(page)) for page in (*PAGES, ROOT / "CONTRIBUTING.md")]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=_name)
@@ -39,7 +43,7 @@ def test_every_public_name_is_in_the_reference(module):
     assert not public - directives
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=_name)
+@cases("page", EVERY)
 def test_files_and_modules_exist(page):
     text = page.read_text(encoding="utf-8")
     named = re.findall(rf"(?<![\w/.-])(?:{FOLDERS})(?:/[\w*-]+)+(?:\.(?:py|c|md|csv|png|svg|json))?\b/?", text)
@@ -49,7 +53,7 @@ def test_files_and_modules_exist(page):
     assert not missing
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=_name)
+@cases("page", EVERY)
 def test_make_targets_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`(?:sudo )?make ([a-z-]+)", page.read_text(encoding="utf-8"))) <= targets

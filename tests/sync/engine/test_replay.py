@@ -39,7 +39,7 @@ SETTINGS = (
     ("BlockQuant", "ring", 2, 524_288),
     pytest.param(("TopK(ratio=0.05)", "parameter_server", 2, None), marks=pytest.mark.slow),
     pytest.param(("PowerSGD(rank=4)", "powersgd", 1, None), marks=pytest.mark.slow),
-    ("PowerSGD(rank=4, one_sided=True)", "encoded_allreduce", 1, None),
+    pytest.param(("PowerSGD(rank=4, one_sided=True)", "encoded_allreduce", 1, None), marks=pytest.mark.slow),
     ("Identity", "allreduce", 1, None),
 )
 

@@ -180,7 +180,7 @@ LONG = ("alltoall, one device each", "parameter server")
 def test_all_ranks_derive_the_same_order(wire, parameters, case):
     program, topology = CASES[case]
     if case not in LONG:  # a ring has a step for every hop, and two for each of its parts
-        parameters = dict(list(parameters.items())[: 60 if "ring" in case else 180])
+        parameters = dict(list(parameters.items())[: 36 if "ring" in case else 96])
     plan = plan_of(parameters, program, topology)
     last = topology.world_size - 1
     first, *others = (sent_by(wire, plan, parameters, rank, topology) for rank in (0, 1, last // 2, last))
@@ -197,7 +197,8 @@ ROOTED: Program = (Reduce(Level.INTRA), Encode(), AllGather(Level.INTER), Decode
 
 def test_ranks_without_a_part_leave_out_what_they_have_no_part_in(wire, parameters):
     """Between machines only the roots communicate; within machines all ranks do, in the same order."""
-    plan = plan_of(dict(list(parameters.items())[:240]), ROOTED, LARGE)
+    parameters = dict(list(parameters.items())[:120])
+    plan = plan_of(parameters, ROOTED, LARGE)
     ranks = (0, 1, 511, 1023)
     sent = {rank: sent_by(wire, plan, parameters, rank, LARGE).sent for rank in ranks}
     inside, between = Group(0, Level.INTRA, 0), Group(1, Level.INTER, 0)
@@ -264,7 +265,7 @@ MORE = [pytest.param(each, marks=pytest.mark.slow) for each in ("allgather", "pa
 
 @pytest.mark.parametrize("program", [*FEW, "ring", *MORE])
 def test_work_grows_with_the_number_of_units(program):
-    few, many = (building(*CASES[program], layers) for layers in (8, 32))
+    few, many = (building(*CASES[program], layers) for layers in (5, 20))
     assert 2 < many / few < 5  # for four times the units; work done once, or per bucket, lowers the ratio
 
 

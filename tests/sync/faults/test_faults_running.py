@@ -64,7 +64,8 @@ def until_gone(point: str, where: int) -> str | None:
     ],
 )
 def test_when_a_rank_dies_the_others_raise(point, where):
-    outcomes = run_ranks(2, until_gone, point, where, group_timeout_s=10.0, timeout_s=100.0, fresh=True)
+    times = {"group_timeout_s": 10.0, "timeout_s": 100.0}
+    outcomes = run_ranks(2, until_gone, point, where, **times, fresh=True, exits=False)
     assert (outcomes[where].error_type, outcomes[where].exit_code) == ("ProcessDied", -signal.SIGKILL)
     other = outcomes[1 - where]
     assert other.error_type is None and other.value, other  # the text of the exception

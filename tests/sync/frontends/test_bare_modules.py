@@ -84,7 +84,7 @@ SLOW = pytest.mark.slow
     [
         pytest.param(2, "Zoo", 8, marks=SLOW),
         pytest.param(2, "Branches", 9, marks=SLOW),
-        (3, "Mlp", 9),
+        (3, "Mlp", 14),
         *(pytest.param(2, model, 1, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),
         *(pytest.param(3, model, 3, marks=SLOW) for model in ("Mlp", "Zoo", "Branches")),
     ],

@@ -92,26 +92,26 @@ class _Forgets:
 def freed() -> None:
     for by_hook in (False, True):
         for make in (lambda: build("Mlp"), Remembering):
-            for keeps in (False, True):
-                module = make()
-                model = DistributedDataParallel(module) if by_hook else module
-                front = attach(model, BlockQuant())
-                module.front = front if keeps else None
-                optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-                trained(model, module)
-                optimizer.step()
-                if make is Remembering:
-                    optimizer = None  # the optimizer holds the parameters, whose hooks hold the model
-                assert lanes()
-                parameters = [weakref.ref(parameter) for parameter in module.parameters()]
-                gone = [weakref.ref(each) for each in (module, model, front, front._frontend.runtime)]
-                del module, model, front
-                gc.collect()
-                assert not lanes() and [each() for each in gone] == [None] * 4
-                assert all((each() is None) == (optimizer is None) for each in parameters)
-                del optimizer
-                gc.collect()
-                assert [each() for each in parameters] == [None] * len(parameters)
+            keeps = by_hook == (make is Remembering)  # every pair of the three settings
+            module = make()
+            model = DistributedDataParallel(module) if by_hook else module
+            front = attach(model, BlockQuant())
+            module.front = front if keeps else None
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            trained(model, module)
+            optimizer.step()
+            if make is Remembering:
+                optimizer = None  # the optimizer holds the parameters, whose hooks hold the model
+            assert lanes()
+            parameters = [weakref.ref(parameter) for parameter in module.parameters()]
+            gone = [weakref.ref(each) for each in (module, model, front, front._frontend.runtime)]
+            del module, model, front
+            gc.collect()
+            assert not lanes() and [each() for each in gone] == [None] * 4
+            assert all((each() is None) == (optimizer is None) for each in parameters)
+            del optimizer
+            gc.collect()
+            assert [each() for each in parameters] == [None] * len(parameters)
 
 
 def test_with_the_model_all_is_freed():

@@ -65,7 +65,7 @@ def test_close_before_any_step():
 def closed_at_once() -> None:
     """No rank closes connections that another one is still opening."""
     module = build("Mlp")
-    for _ in range(15):
+    for _ in range(8):
         attach(module, Identity()).close()
 
 

@@ -166,10 +166,15 @@ def left(front: str, before: str, after: str) -> None:
     training.handle.close()
 
 
-@pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("signs", "root"), ("root", "none"), pytest.param("signs", "none", marks=pytest.mark.slow)],
+    ("front", "before", "after"),
+    [
+        ("attach", "signs", "root"),
+        ("module", "root", "none"),
+        pytest.param("module", "signs", "root", marks=pytest.mark.slow),
+        pytest.param("attach", "root", "none", marks=pytest.mark.slow),
+        *(pytest.param(front, "signs", "none", marks=pytest.mark.slow) for front in FRONTS),
+    ],
 )
 def test_a_change_ends_while_parameters_are_not_used_and_loses_nothing(front, before, after):
     values_of(run_ranks(2, left, front, before, after))

@@ -132,7 +132,9 @@ def test_byteps_compresses_everything_on_the_host_in_parts():
     assert {unit.compressor for unit in plan.units} == {SIGN}
 
 
-@pytest.mark.parametrize(("numel", "machines"), [(10**11, 16), (10**15, 16), (10**11, 512)])
+@pytest.mark.parametrize(
+    ("numel", "machines"), [(10**11, 16), (10**15, 16), pytest.param(10**11, 512, marks=pytest.mark.slow)]
+)
 def test_plans_of_huge_models_have_few_parts(numel, machines):
     """A part of 4 MB each, or one for each machine, would be millions of messages."""
     problem = problem_of(traced(numel, 1000), Frontend.MODULE, (SIGN,), topology=Topology(machines))

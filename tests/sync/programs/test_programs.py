@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gckernels
+from cases import cases
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity
 from gckernels.compressor import Compressor
 from gckernels.sync import Topology
@@ -81,16 +82,16 @@ def shown(data: Data) -> Shown:
 # -------------------------------------------------------------------- named programs, checked by hand
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@cases("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("dtype", DTYPES)
 def test_allreduce_leaves_the_unit_as_it_is(numel, dtype, world_size):
     nbytes = numel * (4 if dtype == torch.float32 else 2)
     expected = (raw(numel, nbytes, False), raw(numel, nbytes, True))
     assert traced(ALLREDUCE, numel, dtype, EFSignSGD(), world_size) == expected
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@cases("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("numel", "payload"), [(0, 16), (1, 16), (5, 16), (100, 208), (4097, 8208)])
 def test_encoded_allreduce_sends_one_payload(numel, payload, world_size):
     expected = (
@@ -103,7 +104,7 @@ def test_encoded_allreduce_sends_one_payload(numel, payload, world_size):
 
 
 # BlockQuant: 16 bytes of header, 4 per 256 elements and 1 per element, each field rounded up to 16
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@cases("world_size", WORLD_SIZES)
 @pytest.mark.parametrize(("numel", "payload"), [(0, 16), (1, 48), (5, 48), (100, 144), (4097, 4208)])
 def test_allgather_brings_one_payload_from_every_rank(numel, payload, world_size):
     expected = (
@@ -145,7 +146,7 @@ def test_allgather_brings_one_payload_from_every_rank(numel, payload, world_size
         (5, 4097, 832, 864),
     ],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("dtype", DTYPES)
 def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard, payload, dtype):
     nbytes = numel * (4 if dtype == torch.float32 else 2)
     expected = (
@@ -199,7 +200,7 @@ def test_alltoall_goes_through_the_owners_of_the_shards(world_size, numel, shard
         (("AllReduce",), "step 0, str: not a step"),
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@cases("world_size", [2, 3])
 def test_a_program_that_does_not_work_is_refused_and_its_step_named(program, message, world_size):
     with pytest.raises(ProgramError, match=message):
         sizes_of(program, 100, torch.float32, BlockQuant(), Topology(world_size))
@@ -270,7 +271,7 @@ def test_the_default_program_fits_every_compressor(numel, world_size, name):
 # -------------------------------------------------------------------- defaults, JSON, bytes on the wire
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@cases("world_size", WORLD_SIZES)
 def test_default_program(world_size):
     gathered = ALLGATHER if world_size <= 2 else ALLTOALL
     assert default_program(BlockQuant(), world_size) == gathered

@@ -116,7 +116,8 @@ def test_a_program_that_does_not_work_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("places", "programs", "sequences", "lanes"), [((Place.DEVICE,), 174, 27, 9), (tuple(Place), 4341, 1182, 27)]
+    ("places", "programs", "sequences", "lanes"),
+    [((Place.DEVICE,), 174, 27, 9), pytest.param(tuple(Place), 4341, 1182, 27, marks=pytest.mark.slow)],
 )
 def test_few_sequences_of_lanes(places, programs, sequences, lanes):
     every = enumerate_programs(EIGHT_BY_EIGHT, places)

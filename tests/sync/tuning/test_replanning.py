@@ -78,7 +78,7 @@ def test_plain_steps_that_become_slower_are_planned_anew():
 
 def test_compression_that_no_longer_pays_gives_way_to_plain_steps():
     times = {PLAIN: 1.0, "four": 0.95, "eight": 1.1}, {"four": 1.05}
-    ((steps, texts, hooked), _) = values_of(run_ranks(2, changed, "ddp", *times, 6 * STEPS))
+    ((steps, texts, hooked), _) = values_of(run_ranks(2, changed, "ddp", *times, 5 * STEPS))
     assert steps[STEPS][0] == "four" and steps[-1][0] == PLAIN and not hooked  # a plain step shows DDP's buckets
     assert "trying" in texts[1] and "nothing is compressed" in texts[2] and "nothing is compressed" in texts[3]
     assert len(texts) == 4
@@ -86,7 +86,7 @@ def test_compression_that_no_longer_pays_gives_way_to_plain_steps():
 
 def test_a_milder_plan_is_looked_for_when_plain_steps_have_won():
     times = {PLAIN: 1.0, "four": 0.94, "eight": 1.2}, {"four": 1.05, "eight": 0.95}
-    ((steps, texts, _), _) = values_of(run_ranks(2, changed, "module", *times, 6 * STEPS))
+    ((steps, texts, _), _) = values_of(run_ranks(2, changed, "module", *times, 5 * STEPS))
     assert steps[STEPS][0] == "four" and steps[-1][0] == "eight"
     assert "trying" in texts[1] and "nothing is compressed" in texts[2] and "chosen" in texts[3]
 
