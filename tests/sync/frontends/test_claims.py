@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Callable
@@ -89,33 +90,37 @@ class _Forgets:
         module.see()
 
 
-def freed() -> None:
-    for by_hook in (False, True):
-        for make in (lambda: build("Mlp"), Remembering):
-            keeps = by_hook == (make is Remembering)  # every pair of the three settings
-            module = make()
-            model = DistributedDataParallel(module) if by_hook else module
-            front = attach(model, BlockQuant())
-            module.front = front if keeps else None
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            trained(model, module)
-            optimizer.step()
-            if make is Remembering:
-                optimizer = None  # the optimizer holds the parameters, whose hooks hold the model
-            assert lanes()
-            parameters = [weakref.ref(parameter) for parameter in module.parameters()]
-            gone = [weakref.ref(each) for each in (module, model, front, front._frontend.runtime)]
-            del module, model, front
-            gc.collect()
-            assert not lanes() and [each() for each in gone] == [None] * 4
-            assert all((each() is None) == (optimizer is None) for each in parameters)
-            del optimizer
-            gc.collect()
-            assert [each() for each in parameters] == [None] * len(parameters)
+ALL = list(itertools.product((False, True), repeat=3))
+PAIRS = [each for each in ALL if sum(each) % 2]
+"""Every pair of two settings."""
 
 
-def test_with_the_model_all_is_freed():
-    values_of(run_ranks(2, freed))
+def freed(settings: list[tuple[bool, bool, bool]]) -> None:
+    for by_hook, is_remembering, keeps in settings:
+        module: Any = Remembering() if is_remembering else build("Mlp")
+        model = DistributedDataParallel(module) if by_hook else module
+        front = attach(model, BlockQuant())
+        module.front = front if keeps else None
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        trained(model, module)
+        optimizer.step()
+        if is_remembering:
+            optimizer = None  # the optimizer holds the parameters, whose hooks hold the model
+        assert lanes()
+        parameters = [weakref.ref(parameter) for parameter in module.parameters()]
+        gone = [weakref.ref(each) for each in (module, model, front, front._frontend.runtime)]
+        del module, model, front
+        gc.collect()
+        assert not lanes() and [each() for each in gone] == [None] * 4
+        assert all((each() is None) == (optimizer is None) for each in parameters)
+        del optimizer
+        gc.collect()
+        assert [each() for each in parameters] == [None] * len(parameters)
+
+
+@pytest.mark.parametrize("settings", [PAIRS, pytest.param(ALL, marks=pytest.mark.slow)], ids=["pairs", "all"])
+def test_with_the_model_all_is_freed(settings):
+    values_of(run_ranks(2, freed, settings))
 
 
 def gone_too_early() -> None:
