@@ -7,6 +7,7 @@ from bench.sync import stage_cost
 
 
 @pytest.mark.parametrize("in_flight", stage_cost.IN_FLIGHT)
+@pytest.mark.usefixtures("little_garbage")
 def test_every_arm_runs_all_stages_of_all_messages(monkeypatch, in_flight):
     monkeypatch.setattr(stage_cost, "WARM_UP", 0)
     monkeypatch.setattr(stage_cost, "CALLS", 3)
