@@ -2,9 +2,10 @@
 
 :func:`run_ranks` calls a function of a test file in every rank and reports how each rank ended. Importing torch takes
 seconds, so it is done once, in a *template* (:mod:`rank_processes`): a new interpreter that imports, starts no thread,
-and forks a process for every rank. Processes that ended well wait in a pool for the next call. With ``fresh=True``
-processes are new and exit by themselves, for tests of how they end; or they are killed, which is quicker, because
-Python takes a third of a second to forget torch. A call always ends within its timeout and leaves no process running.
+and forks a process for every rank. Processes of a call in which all ended well wait in a pool for the next one. With
+``fresh=True`` processes are new and exit by themselves, for tests of how they end; or they are killed, which is
+quicker, because Python takes a third of a second to forget torch. A call always ends within its timeout and leaves no
+process running.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Outcome:
             ``"StillRunning"`` if it had to be killed, ``"ThreadsLeft"`` if the function left threads behind; ``None``
             if the function returned.
         error_text: the exception's text.
-        exit_code: exit code of the process, negative for a signal; ``None`` if the process went back to the pool.
+        exit_code: exit code of the process, negative for a signal; ``None`` if the process went back to the pool, or
+            was killed after a good answer because another rank failed.
             Without ``fresh=True``, or without ``exits``, a process that has answered is killed, so its exit code means
             nothing.
         output: the traceback, and the end of the process's output.
@@ -95,12 +97,15 @@ def run_ranks(
                 worker.call(where, (args, rank, world_size, str(Path(folder, "store")), group_timeout_s), not fresh)
             deadline = time.monotonic() + timeout_s
             answers = _answers(workers, awaited, deadline)
+            # A thread of Gloo may spin for ever when the peers of its connections are gone, so nobody who has seen a
+            # failure goes back to the pool.
+            all_well = not fresh and all(answer is not None and answer.error_type is None for answer in answers)
             outcomes = []
             for worker, answer in zip(workers, answers, strict=True):
                 exit_code = None
-                if answer is not None and answer.error_type is None and not fresh:
+                if all_well:
                     _idle.append(worker)
-                else:
+                elif fresh or answer is None or answer.error_type is not None:
                     ends_by_itself = answer is not None and ((fresh and exits) or answer.error_type == "ProcessDied")
                     exit_code = worker.end(deadline if ends_by_itself else 0.0)
                 outcomes.append(_outcome(answer, exit_code, worker))

@@ -151,3 +151,16 @@ def test_when_the_tests_are_killed_the_ranks_end():
         tests.wait()
         tests.stdout.close()
     assert all(gone(pid) for pid in pids)
+
+
+def own_pid(fails: bool) -> int:
+    if fails and dist.get_rank() == 1:
+        raise LookupError("on purpose")
+    return os.getpid()
+
+
+def test_nobody_who_has_seen_a_failure_goes_back_to_the_pool():
+    """The threads of Gloo may spin there for ever, because the peers of their connections are gone."""
+    survivor, failed = run_ranks(2, own_pid, True)
+    assert (survivor.error_type, failed.error_type) == (None, "LookupError")
+    assert survivor.value not in values_of(run_ranks(4, own_pid, False))
