@@ -38,6 +38,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
     torch.set_num_threads(1)
     assert threading.active_count() == 1
     gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
+    gc.set_threshold(10_000, 20, 20)  # it is also done less often
     while True:
         message, fds, _, _ = socket.recv_fds(questions, QUESTION.size, 2)
         if not message:
