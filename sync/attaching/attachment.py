@@ -233,9 +233,8 @@ class Attachment:
           the step is now
         - ``sent_nbytes``, ``plain_nbytes``, ``saved_nbytes``: bytes that this rank sends in a compressed step, would
           send without compression, and does not send
-        - ``gathered_nbytes``: bytes of parameters that this rank has sent to others in the last step, if the attachment
-          gathers them, as it does for models of ``fully_shard`` on the host, or with ``weights``; ``copied_nbytes``:
-          the memory of the copy of all parameters, if ``weights`` has fewer than 8 bits
+        - ``gathered_nbytes``, ``copied_nbytes``: of a model of FSDP2 whose parameters the attachment gathers, the bytes
+          of them that this rank has sent to others in the last step, and the memory of the copy of all parameters
         - ``hidden_s``, ``exposed_s``: seconds of communication during backward, and of waiting after it, in the last
           traced step of this plan; without a hook, in the last step that DDP has timed
         - ``residual_norm``, ``residual_nbytes``: norm of all residuals at the last sample, and their memory
