@@ -20,7 +20,8 @@ RIVALS = ("auto, safe", "fp16_compress_hook", "Cast16", "policy all, safe", "pol
 
 
 @pytest.mark.parametrize(
-    "command", ["overlap", "steps", "replay_error", "link_faults", "links", "auto", "drift", "predictions", "trains"]
+    "command",
+    ["overlap", "steps", "replay_error", "link_faults", "links", "auto", "drift", "predictions", "sharded", "trains"],
 )
 def test_commands_say_why_and_end(monkeypatch, capsys, command):
     module = importlib.import_module(f"bench.sync.{command}")
@@ -43,6 +44,7 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
         ("drift", ["--models", "digits", "--changes", "throttle", "--before", "5", "--steps", "40"], 3, "network"),
         ("replay_error", ["--rates", "1gbit"], 8, "world_size"),
         ("links", ["--rates", "1gbit", "--delays", "1ms"], 1, None),
+        ("sharded", ["--rates", "1gbit", "--arms", "BlockQuant(bits=4), weights BlockQuant", "auto"], 3, "network"),
     ],
 )
 def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ranks):

@@ -77,7 +77,7 @@ class ShardGroup:
     @property
     def nests(self) -> bool:
         """Whether its parameters were distributed already, over a mesh of which FSDP's is a part."""
-        return any(getattr(each, "_unsharded_dtensor_spec", None) is not None for each in self._alive.fsdp_params)
+        return any(each.is_dtensor for each in self._alive.fsdp_params)
 
     @property
     def replicas(self) -> dist.ProcessGroup:

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from ranks import run_ranks, values_of
-from sharded_models import SETTINGS, Straight, adamw, digest, fsdp_modules, model_of, shards_of, split, train
+from sharded_models import SETTINGS, Net, Straight, adamw, digest, fsdp_modules, model_of, shards_of, split, train
 
 STEPS = 4
 CODECS = ("BlockQuant(bits=4)", "EFSignSGD", "TopK(ratio=0.1)", "QSGD", "Cast16")
@@ -305,3 +306,53 @@ def gone() -> int:
 
 def test_an_attachment_ends_with_its_model():
     assert values_of(run_ranks(2, gone)) == [0, 0]
+
+
+def as_ddp() -> Any:
+    """The model in DDP, with the parameters of the sharded one."""
+    torch.manual_seed(0)
+    return DistributedDataParallel(Net(), find_unused_parameters=True)
+
+
+def saved(form: str | None, path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The state of a rank after some steps, in DDP or sharded, and its residuals; DCP writes them to a path as well."""
+    model = as_ddp() if form is None else model_of(SETTINGS["plain"], form)
+    attachment = sync.attach(model, "BlockQuant(bits=4)")
+    train(model, SETTINGS["plain"], range(3), adamw(model))
+    dcp.save({"gckernels": attachment.checkpoint()}, checkpoint_id=path)
+    state = attachment.state_dict()
+    attachment.close()
+    return state, state["feedback"]["worker"]
+
+
+def loaded(form: str | None, states: list[dict[str, Any]] | None, path: str) -> dict[str, torch.Tensor]:
+    """The residuals of a rank that goes on from the states of all ranks of a job, or from what DCP has written."""
+    model = as_ddp() if form is None else model_of(SETTINGS["plain"], form)
+    attachment = sync.attach(
+        model, sync.uniform_plan(model, "BlockQuant(bits=4)", program=None if form else "allgather")
+    )
+    if states is None:
+        dcp.load({"gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)
+    else:
+        attachment.load_state_dict(states)
+    found = attachment.state_dict()["feedback"]["worker"]
+    train(model, SETTINGS["plain"], range(3, 5), adamw(model))
+    attachment.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((None, 2), ("fsdp", 3)), (("fsdp", 3), (None, 2)), (("fsdp", 2), ("fsdp", 3))]
+)
+def test_residuals_go_from_ddp_to_shards_and_back(before, after, tmp_path):
+    (form, ranks), (next_form, next_ranks) = before, after
+    path = str(tmp_path / "dcp")
+    states, residuals = zip(*values_of(run_ranks(ranks, saved, form, path)), strict=True)
+    for given in (list(states), None):
+        kept = values_of(run_ranks(next_ranks, loaded, next_form, given, path))
+        assert kept[0].keys() == residuals[0].keys()
+        for name in kept[0]:
+            expected = torch.stack([each[name] for each in residuals]).mean(0)
+            found = torch.stack([each[name] for each in kept]).mean(0)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+            assert expected.any(), name

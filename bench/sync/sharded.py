@@ -1,0 +1,141 @@
+"""Whole training steps of models of FSDP2 on links of a known rate: FSDP's own collectives, and attachments.
+
+    python -m bench.sync.sharded --rates 20mbit none
+    python -m bench.sync.sharded --networks 2x2 --local-rate 1gbit --rates 20mbit 100mbit
+    python -m bench.sync.sharded --models transformer_10m --rates 200mbit --arms "BlockQuant(bits=4)" auto
+
+Every model, network and rate is a cell with links of its own (``sync/lab``). Over machines with one rank each the model
+is sharded over all ranks; over machines with several, its shards are inside the machines and its replicas between
+them. Copies of the model take turns within one process: FSDP's own collectives; those again, which shows the noise
+floor; and an attachment for each further arm. An arm is a compressor, with ``, weights`` and another one for the
+parameters that are gathered, or ``auto``, which first trains until its plan stands.
+
+Rows of ``bench/results/cpu/sharded.csv`` have the median time of a step, which ends when the slowest rank has finished
+it, median and quartiles of the ratios to FSDP's own step in the same round, and the bytes that a rank sends in a step
+by the count of the kernel on the interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bench.lib import cells
+from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.models import WORKLOADS
+from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
+from gckernels import sync
+from gckernels.sync.lab import UNTHROTTLED, Network, sent_nbytes
+
+KEY = ("model", "network", "rate", "arm")
+PRINTED = ("arm", "median_s", "ratio_to_native", "ratio_quartile_1", "ratio_quartile_3", "wire_nbytes", "chosen")
+NATIVE, AGAIN, AUTO, WEIGHTS = "native", "native again", "auto", ", weights "
+ARMS = (NATIVE, AGAIN, "Identity", "BlockQuant(bits=4)", "EFSignSGD", AUTO)
+WITH_WEIGHTS = ("BlockQuant(bits=4), weights BlockQuant", "BlockQuant(bits=4), weights BlockQuant(bits=4)")
+RATES = ("20mbit", "100mbit", UNTHROTTLED)
+ROUNDS, ROUNDS_MIN, WARM_UP, TUNING_STEPS, BUDGET_S = 20, 5, 3, 150, 60
+
+
+def parse_args() -> argparse.Namespace:
+    parser = cells.parser(__doc__, ROUNDS)
+    cells.add_grid(parser, ["transformer_1m"], RATES, BUDGET_S)
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms beside FSDP's own collectives")
+    return parser.parse_args()
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each model, network and rate."""
+
+    def arms(network: Network) -> list[str]:
+        usual = ARMS if network.ranks_per_machine > 1 else (*ARMS, *WITH_WEIGHTS)
+        return [NATIVE, *(args.arms or usual)]
+
+    return cells.grid(args, arms)
+
+
+class ShardedArm:
+    """A model of FSDP2 with its attachment and its optimizer.
+
+    Args:
+        spec: the arm.
+        model: the name of its model in ``models.py``.
+        network: the ranks and machines.
+    """
+
+    def __init__(self, spec: str, model: str, network: Network) -> None:
+        workload = WORKLOADS[model]
+        self._loss, self._model = workload.loss, workload.model()
+        self._batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
+        inside = network.ranks_per_machine
+        if inside > 1:
+            mesh = init_device_mesh("cpu", (network.machines, inside), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = init_device_mesh("cpu", (network.ranks,))
+        for layers in self._model.children():
+            for layer in layers if isinstance(layers, torch.nn.Sequential) else ():
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        self.attachment: sync.Attachment | None = None
+        plan, _, weights = spec.partition(WEIGHTS)
+        if spec == AUTO:
+            self.attachment = sync.attach(self._model)
+        elif spec not in (NATIVE, AGAIN):
+            self.attachment = sync.attach(self._model, plan, weights=weights or None)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+
+    def step(self) -> tuple[float, float]:
+        """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile; collective."""
+        inputs, answers = self._batch
+        before, start_s = sent_nbytes(), time.perf_counter()
+        self._loss(self._model(inputs), answers).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        step_s = time.perf_counter() - start_s
+        dist.barrier()  # all bytes of the step have arrived
+        return step_s, float(sent_nbytes() - before)
+
+    def tune(self) -> None:
+        """Train until the plan of an automatic attachment stands."""
+        for _ in range(TUNING_STEPS):
+            self.step()
+
+
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Measure the arms of a cell; returns their rows."""
+    arms = {spec: ShardedArm(spec, str(cell.columns["model"]), cell.network) for spec in cell.arms}
+    if AUTO in arms:
+        arms[AUTO].tune()
+    steps = {spec: arm.step for spec, arm in arms.items()}
+    take_turns(steps, 0, WARM_UP)
+    start_s = time.monotonic()
+    take_turns(steps, 1, 0)
+    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
+    results = take_turns(steps, rounds, 0)
+    seconds = {spec: slowest(each)[:, 0].tolist() for spec, each in results.items()}
+    rows: list[Row] = []
+    for spec, arm in arms.items():
+        attachment = arm.attachment
+        row: Row = {"arm": spec, "rounds": rounds, "median_s": f"{statistics.median(seconds[spec]):.5f}"}
+        row |= ratio_columns(seconds[spec], seconds[NATIVE], "ratio_to_native")
+        row |= {"wire_nbytes": f"{statistics.mean(nbytes for _, nbytes in results[spec]):.0f}"}
+        row |= {"residual_nbytes": 0 if attachment is None else attachment.residual_nbytes()}
+        row |= {"chosen": "" if attachment is None else repr(attachment)}
+        rows.append(row)
+        if attachment is not None:
+            attachment.close()
+    return rows
+
+
+def main() -> int:
+    return cells.main(Measurement("sharded", KEY, PRINTED, cells_of, measure), parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
