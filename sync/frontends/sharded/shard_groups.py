@@ -70,6 +70,11 @@ class ShardGroup:
         return all(each.fsdp_placement.dim == 0 for each in self._alive.fsdp_params)
 
     @property
+    def offloads(self) -> bool:
+        """Whether its parameters are in the memory of the host while gradients are computed on a device."""
+        return any(each.offload_to_cpu for each in self._alive.fsdp_params)
+
+    @property
     def is_replicated(self) -> bool:
         """Whether FSDP averages its gradients over replicas, after it has reduced them to shards."""
         return hasattr(self._alive.mesh_info, "replicate_process_group")
@@ -182,7 +187,13 @@ class ShardGroup:
 
 
 def shard_groups(model: torch.nn.Module) -> list[ShardGroup]:
-    """The groups of a model, each once, in the order of its modules. A module without own parameters has none."""
+    """The groups of a model that have the mesh of its first one, each once, in the order of its modules. A module
+    without own parameters has none."""
+    found = _all_groups(model)
+    return [group for group in found if group.mesh == found[0].mesh]
+
+
+def _all_groups(model: torch.nn.Module) -> list[ShardGroup]:
     names = {
         (id(module), name): plain_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()

@@ -29,8 +29,11 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
             f"attach: parameter {nested[0]} was a DTensor before FSDP sharded it, as tensor parallelism makes it; that "
             "is not supported"
         )
-    if len({group.mesh for group in groups}) > 1:
-        raise ValueError("attach: all parameters of model must have one mesh, but its modules have several")
+    if offloaded := next((group for group in groups if group.offloads), None):
+        raise ValueError(
+            f"attach: parameter {offloaded.names[0]} is offloaded to the CPU, which is not supported; call fully_shard "
+            "without an offload_policy"
+        )
     if request.memory_budget_mb is not None:
         raise ValueError("attach: memory_budget_mb must be None for a model of fully_shard or replicate")
     if request.grad_scaler is not None or request.can_discard:
@@ -47,9 +50,9 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     ]
     if left:
         warnings.warn(
-            f"gckernels: FSDP has no group for parameter {left[0]}"
-            + (f" and {len(left) - 1} more" if left[1:] else "")
-            + "; their gradients stay those of each rank, as without an attachment",
+            f"gckernels: parameter {left[0]}"
+            + (f" and {len(left) - 1} more are" if left[1:] else " is")
+            + " in no group of FSDP, or in one with another mesh than the first; without compression, as before",
             stacklevel=2,
         )
     refuse_without_shape("attach", parameters)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
+from gckernels.sync.frontends.sharded.reduce_scatter import factor_of
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Net, Straight, adamw, digest, fsdp_modules, model_of, shards_of, split, train
 
@@ -357,3 +361,62 @@ def test_residuals_go_from_ddp_to_shards_and_back(before, after, tmp_path):
             found = torch.stack([each[name] for each in kept]).mean(0)
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
             assert expected.any(), name
+
+
+def over_two_meshes() -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any], list[str]]:
+    """Shards without and with an attachment, where a layer is sharded over pairs of ranks; figures, and warnings."""
+    found, stats, texts = [], dict[str, Any](), list[str]()
+    for plan in (None, "Identity"):
+        torch.manual_seed(0)
+        model = Net()
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "pair"))["pair"]
+        fully_shard(model.second, mesh=pairs)
+        split(model, [model], "fsdp")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            attachment = None if plan is None else sync.attach(model, plan)
+        train(model, SETTINGS["plain"], range(2), torch.optim.SGD(model.parameters(), 1e-2))
+        found.append(shards_of(model))
+        if attachment is not None:
+            stats, texts = (
+                attachment.stats(),
+                [str(each.message) for each in caught if "gckernels" in str(each.message)],
+            )
+            attachment.close()
+    return found[0], found[1], stats, texts
+
+
+def test_groups_of_another_mesh_are_left_to_fsdp():
+    for alone, attached, stats, texts in values_of(run_ranks(4, over_two_meshes)):
+        for one, other in zip(alone, attached, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-7)
+        assert stats["units"] == 6 and stats["sent_nbytes"] > 0
+        (text,) = texts
+        assert text.startswith("gckernels: parameter second.weight and 1 more are in no group of FSDP, or in one with")
+
+
+def two_models() -> list[str]:
+    """Digests of two models in one process, trained in turns, each with an attachment or none."""
+    digests, setting = [], SETTINGS["plain"]
+    for plan in (None, "Identity"):
+        models = [model_of(setting, "fsdp") for _ in range(2)]
+        optimizers = [adamw(model) for model in models]
+        attachments = [] if plan is None else [sync.attach(model, plan) for model in models]
+        for step in range(3):
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                train(model, setting, range(2 * step + number, 2 * step + number + 1), optimizer)
+        digests.append("".join(map(digest, models)))
+        for attachment in attachments:
+            attachment.close()
+    return digests
+
+
+def test_two_models_of_one_process_have_attachments_of_their_own():
+    for alone, attached in values_of(run_ranks(2, two_models)):
+        assert attached == alone
+
+
+def test_every_multiple_of_a_mean_is_known():
+    """FSDP asks for means, sums, and sums of products with a factor, which Gloo itself does not know."""
+    factors = [factor_of(each, 4) for each in (dist.ReduceOp.AVG, dist.ReduceOp.SUM, dist._make_nccl_premul_sum(0.5))]
+    assert factors == [1.0, 4.0, 2.0]

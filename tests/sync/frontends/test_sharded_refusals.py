@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard
 from gckernels import sync
 from gckernels.sync import Attachment
 from gckernels.sync.frontends.checks.models import refuse_sharded
+from gckernels.sync.frontends.sharded.shard_groups import ShardGroup
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Net, Reentrant, Setting, adamw, model_of, split, train
 
@@ -37,6 +39,13 @@ def _along_columns() -> Attachment:
     model = nn.Linear(8, 8)
     split(model, [model], "fsdp", shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
     return sync.attach(model, "EFSignSGD")
+
+
+def _offloading() -> Attachment:
+    model = nn.Linear(8, 8)
+    split(model, [model], "fsdp")
+    with mock.patch.object(ShardGroup, "offloads", True):  # FSDP offloads nothing without a device
+        return sync.attach(model, "EFSignSGD")
 
 
 ATTEMPTS: dict[str, tuple[Callable[[], Attachment], str]] = {
@@ -64,6 +73,7 @@ ATTEMPTS: dict[str, tuple[Callable[[], Attachment], str]] = {
         lambda: sync.attach(model_of(PLAIN, "fsdp"), "DGC"),
         "PlanError: plan does not fit the model:\n  second.weight: DGC takes whole parameters, and FSDP has",
     ),
+    "offload": (_offloading, "ValueError: attach: parameter weight is offloaded to the CPU, which is not supported"),
     "plan for DDP": (
         lambda: sync.attach(model_of(PLAIN, "fsdp"), sync.uniform_plan(Net(), "EFSignSGD", world_size=2)),
         "PlanError: attach: the plan is for",
@@ -125,8 +135,8 @@ def left_alone() -> list[str]:
 def test_parameters_that_fsdp_does_not_know_are_warned_of():
     for texts in values_of(run_ranks(2, left_alone)):
         assert texts == [
-            "gckernels: FSDP has no group for parameter first.weight and 5 more; their gradients stay those of each "
-            "rank, as without an attachment"
+            "gckernels: parameter first.weight and 5 more are in no group of FSDP, or in one with another mesh than "
+            "the first; without compression, as before"
         ]
 
 
