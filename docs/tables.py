@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 import gckernels
-from bench.lib import auto_tables, kernel_tables, prediction_tables, step_tables, training_tables
+from bench.lib import auto_tables, kernel_tables, prediction_tables, sharded_tables, step_tables, training_tables
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown, markdown_of_cells
 from docs import console
@@ -130,6 +130,9 @@ def pages() -> dict[Path, str]:
         ),
         measured / "kernels_on_cpu.md": _with_part(
             measured / "kernels_on_cpu.md", kernel_tables.compressors_table(), kernel_tables.widths_table()
+        ),
+        FOLDER / "howto" / "fsdp.md": _with_part(
+            FOLDER / "howto" / "fsdp.md", sharded_tables.steps_table(), sharded_tables.accuracy_table()
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }

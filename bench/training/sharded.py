@@ -31,11 +31,12 @@ from gckernels import sync
 NAME, KEY = "sharded_training", ("arm", "seed", "steps")
 NATIVE, WEIGHTS = "native", ", weights "
 ARMS = (
+    "Cast16",
     "BlockQuant(bits=4)",
     "BlockQuant(bits=4), weights BlockQuant",
     "BlockQuant(bits=4), weights BlockQuant(bits=4)",
 )
-RANKS, STEPS, SEEDS = 2, 400, (0, 1, 2)
+RANKS, STEPS, SEEDS = 2, 400, tuple(range(6))
 
 
 def parse_args() -> argparse.Namespace:

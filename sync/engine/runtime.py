@@ -60,6 +60,7 @@ class Runtime(RuntimeState):
         common_plan: the plan of which ``plan`` is the part of this rank, the same on all ranks of the model; ``plan``
             itself, unless ranks have shards.
         synchronises: as given.
+        part: the part of each parameter that this rank has; ``None`` for all of it.
         step: number of the training step, from 0.
         first_is_dense: whether step 0 is not compressed, whatever ``start_step`` is.
         is_draining: whether steps are exact, and send everything that residuals hold.

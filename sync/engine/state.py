@@ -14,8 +14,9 @@ from ..plans.plan import Plan, UnitPlan
 from ..resources.feedback import KINDS, Feedback
 from ..resources.memory_spaces import Places
 from ..states.dcp_guard import Refusal
-from ..states.jobs import Job, read_job, read_own
+from ..states.jobs import Job, read_own
 from ..states.layout import residual_sizes
+from ..states.parts import ModelPart, read_states
 from ..states.resharding import reshard
 from ..states.unsent import Kept, carried, unsent, unsent_by_parameter
 from .engine import Engine
@@ -32,6 +33,7 @@ class RuntimeState:
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
         self.step, self.first_is_dense, self.changed_residuals = 0, True, False
+        self.part: ModelPart | None = None
         self._places = Places.of(device)
         self._feedback, self._seeds = Feedback(self._places), Seeds(seed, self._places)
         self._copies: StepCopies | None = None
@@ -64,7 +66,7 @@ class RuntimeState:
             "plan": self.plan.to_json(),
             "units": [unit.key for unit in self.plan.units if unit.key in self._begun],
             "feedback": feedback,
-        }
+        } | ({} if self.part is None else {"part": self.part.entry})
 
     def read(self, state: dict[str, Any] | list[dict[str, Any]] | tuple[dict[str, Any], ...]) -> Job:
         """The job that has saved what :meth:`state_dict` has returned.
@@ -78,7 +80,13 @@ class RuntimeState:
                 one job.
         """
         if isinstance(state, list | tuple):
-            return read_job(state)
+            return read_states(state, self.plan, self.part)
+        entry = None if self.part is None else self.part.entry
+        if isinstance(state, dict) and state.get("part") != entry:
+            raise ValueError(
+                f"state: saved by a rank with part {state.get('part')} of the parameters, but this rank has {entry}; "
+                "pass the list of the states of all its ranks instead"
+            )
         return read_own(state, self.rank, self.world_size)
 
     def forget(self) -> None:

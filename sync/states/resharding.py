@@ -24,7 +24,7 @@ Decisions that are not obvious:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def _resharded(job: Job, old: UnitPlan, unit: UnitPlan, topology: Topology, rank
                 f"state: {unit.key}: the residuals of this rank alone do not fit its new program; pass the list of the "
                 "states of all ranks instead"
             )
-    _add_to_first(masses, old, displaced, encoded)
+    add_to_first(masses, old, displaced, encoded)
     return {
         kind: join_states(
             (mass[:, encoded[kind].start : encoded[kind].stop] / shares[kind]).float(), encoded[kind].size
@@ -122,8 +122,8 @@ def check_fit(old_plan: Plan, new_plan: Plan) -> None:
                 raise ValueError(f"state: {key}: {attribute} in the saved plan: {saved}, in the current one: {current}")
 
 
-def _add_to_first(
-    masses: dict[str, torch.Tensor], unit: UnitPlan, displaced: Collection[str], encoded: Mapping[str, EncodedRegion]
+def add_to_first(
+    masses: dict[str, torch.Tensor], unit: UnitPlan, displaced: Collection[str], encoded: Collection[str]
 ) -> None:
     """Move the masses of the kinds ``displaced`` into that of the first encoding, in place.
 

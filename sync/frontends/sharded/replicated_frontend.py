@@ -21,6 +21,7 @@ from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Frontend, Plan, UnitPlan
+from ...states.parts import ModelPart
 from ..checks.hooks import weakly
 from ..request import Request
 from .replica_group import ReplicaGroup
@@ -72,6 +73,10 @@ class ReplicatedFrontend(ShardedFrontend):
         local = _with_shapes(plan, self._shapes())
         runtime = self.request.runtime(local, self.parameters(), synchronises=plan.compresses)
         runtime.common_plan = plan
+        if (shards := self._groups[0].shard_of()) is not None:
+            is_dim0 = all(group.is_dim0 for group in self._groups)
+            starts = {name: start for group in self._groups for name, start in group.starts().items()}
+            runtime.part = ModelPart(*shards, starts if is_dim0 else None)
         return runtime
 
     def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:

@@ -151,6 +151,18 @@ class ShardGroup:
             for each in group.fsdp_params
         )
 
+    def shard_of(self) -> tuple[int, int] | None:
+        """The number of the shards of this rank, and that of all; ``None`` if there is only one."""
+        ranks = getattr(self._alive.mesh_info, "shard_mesh_size", 1)
+        return (self._alive.mesh_info.shard_mesh_rank, ranks) if ranks > 1 else None
+
+    def starts(self) -> dict[str, int]:
+        """The first element of each shard in its parameter, if that is sharded along its first dimension."""
+        found = self.shard_of()
+        index = 0 if found is None else found[0]
+        rows = zip(self.parameters().items(), self.rows(), strict=True)
+        return {name: min(index * row, parameter.numel()) for (name, parameter), row in rows}
+
     def shards(self) -> Iterator[Shard]:
         """The shards of the parameters that are not frozen, in the order in which FSDP reduces them."""
         start = 0

@@ -24,7 +24,8 @@ from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Net, Straight, adamw, digest, fsdp_modules, model_of, shards_of, split, train
 
 STEPS = 4
-CODECS = ("BlockQuant(bits=4)", "EFSignSGD", "TopK(ratio=0.1)", "QSGD", "Cast16")
+QUANT = "BlockQuant(bits=4)"
+CODECS = (QUANT, "EFSignSGD", "TopK(ratio=0.1)", "QSGD", "Cast16")
 WITHOUT_REPLICAS = [name for name in SETTINGS if name != "sums last"]  # there are no sums of replicas
 FORMS = pytest.mark.parametrize(("form", "ranks"), [("hsdp", 4), ("fsdp", 2)], ids=["hsdp", "fsdp"])
 
@@ -319,10 +320,10 @@ def as_ddp() -> Any:
     return DistributedDataParallel(Net(), find_unused_parameters=True)
 
 
-def saved(form: str | None, path: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def saved(form: str | None, path: str, spec: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The state of a rank after some steps, in DDP or sharded, and its residuals; DCP writes them to a path as well."""
     model = as_ddp() if form is None else model_of(SETTINGS["plain"], form)
-    attachment = sync.attach(model, "BlockQuant(bits=4)")
+    attachment = sync.attach(model, spec)
     train(model, SETTINGS["plain"], range(3), adamw(model))
     dcp.save({"gckernels": attachment.checkpoint()}, checkpoint_id=path)
     state = attachment.state_dict()
@@ -330,12 +331,11 @@ def saved(form: str | None, path: str) -> tuple[dict[str, Any], dict[str, torch.
     return state, state["feedback"]["worker"]
 
 
-def loaded(form: str | None, states: list[dict[str, Any]] | None, path: str) -> dict[str, torch.Tensor]:
+def loaded(form: str | None, states: list[dict[str, Any]] | None, path: str, spec: str) -> dict[str, torch.Tensor]:
     """The residuals of a rank that goes on from the states of all ranks of a job, or from what DCP has written."""
     model = as_ddp() if form is None else model_of(SETTINGS["plain"], form)
-    attachment = sync.attach(
-        model, sync.uniform_plan(model, "BlockQuant(bits=4)", program=None if form else "allgather")
-    )
+    program = None if form or spec == "PowerSGD" else "allgather"
+    attachment = sync.attach(model, sync.uniform_plan(model, spec, program=program))
     if states is None:
         dcp.load({"gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)
     else:
@@ -346,21 +346,44 @@ def loaded(form: str | None, states: list[dict[str, Any]] | None, path: str) -> 
     return found
 
 
+def whole_means(ranks: list[dict[str, torch.Tensor]], form: str | None) -> dict[str, torch.Tensor]:
+    """The means of residuals over the ranks that have the same elements, of whole parameters."""
+    parts = [ranks[shard::2] for shard in range(2)] if form == "hsdp" else [ranks]
+    return {
+        name: torch.cat([torch.stack([each[name] for each in part]).mean(0) for part in parts]) for name in ranks[0]
+    }
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [((None, 2), ("fsdp", 3)), (("fsdp", 3), (None, 2)), (("fsdp", 2), ("fsdp", 3))]
+    ("before", "after", "by_dcp", "spec"),
+    [
+        ((None, 2), ("fsdp", 3), True, QUANT),
+        (("fsdp", 3), (None, 2), True, QUANT),
+        (("fsdp", 2), ("fsdp", 3), True, QUANT),
+        ((None, 2), ("hsdp", 4), False, QUANT),
+        (("hsdp", 4), ("fsdp", 2), False, QUANT),
+        (("hsdp", 4), ("hsdp", 6), False, QUANT),
+        (("hsdp", 4), (None, 2), False, "PowerSGD"),
+        ((None, 2), ("hsdp", 4), False, "PowerSGD"),
+        (("hsdp", 4), ("hsdp", 4), False, QUANT),
+    ],
 )
-def test_residuals_go_from_ddp_to_shards_and_back(before, after, tmp_path):
+def test_residuals_go_from_ddp_to_shards_and_back(before, after, by_dcp, spec, tmp_path):
     (form, ranks), (next_form, next_ranks) = before, after
     path = str(tmp_path / "dcp")
-    states, residuals = zip(*values_of(run_ranks(ranks, saved, form, path)), strict=True)
-    for given in (list(states), None):
-        kept = values_of(run_ranks(next_ranks, loaded, next_form, given, path))
-        assert kept[0].keys() == residuals[0].keys()
-        for name in kept[0]:
-            expected = torch.stack([each[name] for each in residuals]).mean(0)
-            found = torch.stack([each[name] for each in kept]).mean(0)
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-            assert expected.any(), name
+    states, residuals = zip(*values_of(run_ranks(ranks, saved, form, path, spec)), strict=True)
+    expected = whole_means(list(residuals), form)
+    for given in (list(states), None) if by_dcp else (list(states),):
+        kept = values_of(run_ranks(next_ranks, loaded, next_form, given, path, spec))
+        if before == after:
+            assert all(
+                torch.equal(each[name], old[name]) for each, old in zip(kept, residuals, strict=True) for name in each
+            )
+        found = whole_means(kept, next_form)
+        assert found.keys() == expected.keys()
+        for name, mean in expected.items():
+            assert mean.any(), name
+            torch.testing.assert_close(found[name], mean, rtol=1e-6, atol=1e-9)
 
 
 def over_two_meshes() -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any], list[str]]:

@@ -1,0 +1,48 @@
+"""Markdown tables of models of FSDP2: their steps on links, and their accuracy."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from bench.lib.record import RESULTS, read_csv
+from bench.lib.rounds import markdown_of_cells
+from bench.lib.step_tables import bits_per_s, network_name, rate_name
+
+STEPS, TRAINING = (RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training"))
+NATIVE, AGAIN = "native", "native again"
+WEIGHTS = ", weights "
+
+
+def steps_table(path: Path = STEPS) -> str:
+    """A row for every arm, with the time of its step relative to that of FSDP's own collectives on each link."""
+    rows = [row for row in read_csv(path) if row["arm"] not in (NATIVE, AGAIN)]
+    cells = sorted({(row["network"], row["rate"]) for row in rows}, key=lambda cell: (cell[0], bits_per_s(cell[1])))
+    ratios = {(row["arm"], row["network"], row["rate"]): row["ratio_to_native"] for row in rows}
+    arms = dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -float(row["median_s"])))
+    head = ["attached", *(f"{network_name(network)}, {rate_name(rate)}" for network, rate in cells)]
+    return markdown_of_cells(head, [[_name(arm), *(ratios.get((arm, *cell), "") for cell in cells)] for arm in arms])
+
+
+def accuracy_table(path: Path = TRAINING) -> str:
+    """A row for every arm, with the bits per byte after training, and the difference to FSDP's own collectives."""
+    bits: dict[str, dict[str, float]] = {}
+    for row in read_csv(path):
+        bits.setdefault(row["arm"], {})[row["seed"]] = float(row["bits_per_byte"])
+    table = []
+    for arm, found in bits.items():
+        differences = [found[seed] - bits[NATIVE][seed] for seed in found]
+        change = "" if arm == NATIVE else f"{statistics.fmean(differences):+.4f}"
+        each = "" if arm == NATIVE else ", ".join(f"{one:+.4f}" for one in differences)
+        table.append([_name(arm), f"{statistics.fmean(found.values()):.4f}", change, each])
+    table.sort(key=lambda row: (row[0] != _name(NATIVE), row[0]))
+    return markdown_of_cells(["attached", "bits per byte", "mean difference", "of each seed"], table)
+
+
+def _name(arm: str) -> str:
+    if arm == NATIVE:
+        return "nothing"
+    if arm == "auto":
+        return "`sync.attach(model)`"
+    plan, _, weights = arm.partition(WEIGHTS)
+    return f"`{plan}`" + (f', `weights="{weights}"`' if weights else "")
