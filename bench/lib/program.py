@@ -34,6 +34,14 @@ def python_arguments(script: str) -> list[str]:
     return [script]
 
 
+def launch_ranks(ranks: int) -> int:
+    """The exit status of ranks that run this command with its arguments, started like torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [*python_arguments(sys.argv[0]), *sys.argv[1:]]
+    # one thread per rank: ranks that compete for cores are slower
+    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+
+
 def printed_by_workers(module: str, commands: Sequence[str], rounds: int) -> list[list[Any]]:
     """The objects that ``python -m module --worker`` prints as JSON, with commands as C compilers, which take turns.
 

@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
+from bench.lib.program import launch_ranks
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import markdown_of_cells
 from bench.training import fashion_mnist
@@ -108,14 +108,6 @@ def _cell(column: str, value: float | None) -> str:
 # -------------------------------------------------------------------- before and after
 
 
-def launch() -> int:
-    """Start the ranks like torchrun, with the arguments of this command; returns their exit status."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["-m", "bench.training.convergence", *sys.argv[1:]]
-    # one thread per rank: ranks that compete for cores are slower
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
-
-
 def means(rows: list[dict[str, str]], model: str, spec: str, seeds: list[int]) -> dict[str, float] | None:
     """Means of the compared columns over the seeds, by column; ``None`` if a seed is missing."""
     columns = (MODELS[model].metric, "sent_nbytes_per_step", "mean_step_s", "steps")
@@ -191,7 +183,7 @@ def main() -> int:
     if in_rank():
         run_rank(args)
         return 0
-    status = launch()
+    status = launch_ranks(RANKS)
     if status != 0:
         return status
     device = torch.device("cuda" if torch.cuda.device_count() >= RANKS else "cpu")  # the same choice as the ranks'

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from bench.lib.program import launch_ranks
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import CPU, markdown_of_cells
 from examples import bytes_lm, common
@@ -102,9 +102,7 @@ def main() -> int:
     if "LOCAL_RANK" in os.environ:
         run_rank(args)
         return 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command += ["-m", "bench.training.sharded", *sys.argv[1:]]
-    status = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+    status = launch_ranks(RANKS)
     if status == 0:
         show(args)
     return status
