@@ -205,7 +205,7 @@ class Runtime(RuntimeState):
         return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
 
     def begin_step(self) -> None:
-        """Begin a training step, before its first messages."""
+        """Begin a training step. Called before its first messages are submitted."""
         self._step_nbytes = 0.0
         if self._engine is None:
             return
@@ -223,17 +223,14 @@ class Runtime(RuntimeState):
         if self.milestone == _DRAINS:
             add_unsent(units, rows, self.rank, self._feedback)
 
-    def submit(self, messages: Sequence[Message], buffer: torch.Tensor, first: bool) -> Future[Outcome]:
+    def submit(self, messages: Sequence[Message], buffer: torch.Tensor) -> Future[Outcome]:
         """Queue the messages of a bucket and return a future, whose value is ``buffer`` when all of them are done, or a
         :class:`~.failures.FailedBucket`; never blocks.
 
         Args:
             messages: what :meth:`messages` has returned.
             buffer: ``[numel]``, the bucket.
-            first: whether these are the first messages of the training step.
         """
-        if first:
-            self.begin_step()
         step = self.step
         self._step_nbytes += sum(message.sent_nbytes for message in messages)
         if self._engine is None:

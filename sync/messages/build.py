@@ -39,6 +39,7 @@ def build_message(
         room: as for :class:`~.shards.ShardMessage`.
     """
     if spec.program == SHARDS:
+        assert room is not None
         return ShardMessage(spec.units, buffer, room, communicators, feedback, seeds, spec.channel)
     if spec.kind == MessageKind.IN_PLACE:
         return DenseMessage(buffer[spec.start : spec.stop], spec.keys, communicators, shares)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from gckernels.codec import Codec
 
 from ..communication.communicators import Communicators
+from ..plans.grouping import PlacedUnit
 from ..plans.plan import UnitPlan
 from ..programs.lanes import Route
 from ..programs.sizes import allreduce_sent_nbytes
@@ -36,7 +37,7 @@ class Unit:
     grad: torch.Tensor
 
 
-def compressor_of(unit: Unit, kind: str = "worker") -> Codec:
+def compressor_of(unit: Unit | PlacedUnit, kind: str = "worker") -> Codec:
     """The compressor of one of the encodings of a unit whose method is a :class:`~gckernels.Codec`."""
     compressor = unit.plan.encoder(kind)
     assert isinstance(compressor, Codec)
@@ -63,7 +64,7 @@ class Message:
     route: Route[Stage, Any] | None = None
 
 
-def compressor_names(units: Sequence[Unit]) -> tuple[str, ...]:
+def compressor_names(units: Sequence[Unit | PlacedUnit]) -> tuple[str, ...]:
     """The names of the compressors of all units, each once."""
     return tuple(dict.fromkeys(unit.plan.compressor.name for unit in units))
 

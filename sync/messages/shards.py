@@ -27,7 +27,7 @@ from ..resources.stage import Stage
 from ..states.unsent import unsent
 from .codings import watched
 from .collectives import bind_all_to_all
-from .message import Message, Unit, compressor_names, compressor_of
+from .message import Message, compressor_names, compressor_of
 from .seeds import Seeds
 
 
@@ -38,7 +38,7 @@ class ShardMessage(Message):
         units: the units, with the program :data:`~gckernels.sync.programs.named.SHARDS`, and where they lie in a row.
         rows: ``[ranks, numel]``, the gradient of this rank. Its own row becomes the mean.
         room: ``uint8``, room for what is sent and received, at least :func:`room_nbytes`, which other messages may use
-            at other times; ``None`` for room of its own.
+            at other times.
         communicators: the process groups of this rank.
         feedback: the residuals.
         seeds: the seeds of the stochastic compressors.
@@ -49,23 +49,21 @@ class ShardMessage(Message):
         self,
         units: Sequence[PlacedUnit],
         rows: torch.Tensor,
-        room: torch.Tensor | None,
+        room: torch.Tensor,
         communicators: Communicators,
         feedback: Feedback,
         seeds: Seeds,
         channel: int = 0,
     ) -> None:
         ranks, rank = communicators.world_size, communicators.rank
-        whole = [Unit(unit.plan, rows) for unit in units]
-        self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(whole)
+        self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self.channel = channel
         sizes = [_payload_nbytes(unit, unit.plan.compressor) for unit in units]
         nbytes = ranks * sum(sizes)
-        room = rows.new_zeros(2 * nbytes, dtype=torch.uint8) if room is None else room
         sent, received = room[:nbytes].view(ranks, -1), room[nbytes : 2 * nbytes].view(ranks, 1, -1)
         keys, encodings, decodings = [], [], []
         for unit, start, size in zip(units, accumulate(sizes, initial=0), sizes, strict=False):
-            method, row = compressor_of(Unit(unit.plan, rows)), _row(unit)
+            method, row = compressor_of(unit), _row(unit)
             kept = None
             if unit.plan.has_residual("worker"):
                 kept = feedback.residual("worker", unit.plan.key, unit.plan.numel)

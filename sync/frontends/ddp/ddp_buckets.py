@@ -97,7 +97,10 @@ class DdpBuckets:
             self.runtime.unused.add(pieces)
             if self._has_views:
                 self.runtime.unused.keep(pieces.items())
-        sent = self.runtime.submit(known.messages.now(), buffer, first)
+        messages = known.messages.now()
+        if first:
+            self.runtime.begin_step()
+        sent = self.runtime.submit(messages, buffer)
         self._missing = (len(self._units) if first else self._missing) - len(members)
         if not self._missing:
             self.runtime.release()
@@ -125,7 +128,10 @@ class DdpBuckets:
             known.messages.buffer.zero_()
         if may_be_unused:
             self.runtime.unused.add(self._pieces(members, known), sends=True)
-        sent = self.runtime.submit(known.messages.now(), known.messages.buffer, first)
+        messages = known.messages.now()
+        if first:
+            self.runtime.begin_step()
+        sent = self.runtime.submit(messages, known.messages.buffer)
         self._sent_zeros.append(sent)
         if last:
             self.runtime.release()

@@ -166,7 +166,9 @@ class Backward:
             plans = (unit.plan for unit in bucket.units)
             self.runtime.unused.add(plan.key for plan in plans if self._unused.issuperset(plan.parameters))
             messages = bucket.messages.now()
-            self._futures.append(self.runtime.submit(messages, bucket.vector, first=not self._futures))
+            if not self._futures:
+                self.runtime.begin_step()
+            self._futures.append(self.runtime.submit(messages, bucket.vector))
             if len(self._futures) == len(self._active):
                 self.runtime.end_step()
 

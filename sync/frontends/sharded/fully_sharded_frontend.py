@@ -33,8 +33,8 @@ from ...plans.plan import Frontend, Plan, UnitPlan
 from ...programs.named import SHARDS
 from ..checks.hooks import weakly
 from ..request import Request
-from .all_gather import AllGatherComm, Gathers
-from .reduce_scatter import ReduceScatterComm, factor_of
+from .comms import AllGatherComm, ReduceScatterComm, factor_of
+from .gathers import Gathers
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardedFrontend
 
@@ -71,21 +71,20 @@ class FullyShardedFrontend(ShardedFrontend):
                 raise
 
     def register(self) -> list[torch.nn.Module]:
-        model: Any = self._model()
-        assert model is not None
-        for index, group in enumerate(self._groups):
-            room = functools.partial(weakly(self.room), index)
-            reduce = functools.partial(weakly(self.reduce), index)
-            group.reduce_scatter = ReduceScatterComm(group.reduce_scatter, room, reduce)
-            room = functools.partial(weakly(self.gather_room), index)
-            gather = functools.partial(weakly(self.gather), index)
-            group.all_gather = AllGatherComm(group.all_gather, room, gather)
-        self._on_load = model.register_load_state_dict_post_hook(weakly(self._loaded))
-        return [model]
+        modules: list[Any] = super().register()
+        self._on_load = modules[0].register_load_state_dict_post_hook(weakly(self._loaded))
+        return modules
+
+    def _stand_in(self, index: int, group: ShardGroup) -> None:
+        room = functools.partial(weakly(self.room), index)
+        reduce = functools.partial(weakly(self.reduce), index)
+        group.reduce_scatter = ReduceScatterComm(group.reduce_scatter, room, reduce)
+        room = functools.partial(weakly(self.gather_room), index)
+        gather = functools.partial(weakly(self.gather), index)
+        group.all_gather = AllGatherComm(group.all_gather, room, gather)
 
     def unregister(self) -> None:
-        for group in self._groups:
-            group.restore_comms()
+        super().unregister()
         self._on_load.remove()
 
     def _loaded(self, *_: object) -> None:
@@ -153,15 +152,15 @@ class FullyShardedFrontend(ShardedFrontend):
             return False
         buffer = self._buffer_of(index)
         with buffer.filled():
-            runtime = self._begun()
-            if not self._fits(index, vector.numel()):
+            runtime, sends = self._begun(), buffer.holds(vector)
+            if not sends and not self._fits(index, vector.numel()):
                 return False
             rows = vector.view(runtime.world_size, -1)
             if self._delivers or runtime.is_draining:
                 units = self._units(runtime, index)
                 self._deliver(units, rows)
                 runtime.add_unsent(rows, units)
-            if not buffer.holds(vector):
+            if not sends:
                 return False
             factor = factor_of(operation, runtime.world_size)
             self._send(index, rows, functools.partial(torch.mul, rows[runtime.rank], factor, out=output))

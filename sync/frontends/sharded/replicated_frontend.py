@@ -25,7 +25,7 @@ from ...states.parts import ModelPart
 from ..checks.hooks import weakly
 from ..request import Request
 from .replica_group import ReplicaGroup
-from .shard_groups import Shard
+from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardedFrontend
 
 
@@ -44,16 +44,8 @@ class ReplicatedFrontend(ShardedFrontend):
         super().__init__(model, plan, request)
         self.averaged_nbytes = sum(group.shards_nbytes() for group in self._groups)
 
-    def register(self) -> list[torch.nn.Module]:
-        model = self._model()
-        assert model is not None
-        for index, group in enumerate(self._groups):
-            group.replicas = ReplicaGroup(group.replicas, functools.partial(weakly(self.average), index))
-        return [model]
-
-    def unregister(self) -> None:
-        for group in self._groups:
-            group.restore_replicas()
+    def _stand_in(self, index: int, group: ShardGroup) -> None:
+        group.replicas = ReplicaGroup(group.replicas, functools.partial(weakly(self.average), index))
 
     @property
     def _rows_of_bucket(self) -> int:

@@ -1,4 +1,4 @@
-"""The memory in which the gradients of groups of parameters travel."""
+"""The memory in which groups of parameters and their gradients travel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,31 @@ BUFFERS = 2
 """The groups whose gradients can be on their way at the same time: one is sent while the next is encoded."""
 
 
-class ShardBuffer:
+class RowBuffer:
+    """Memory for the rows of one group, and then for those of others, of any dtype.
+
+    Args:
+        numel: the elements of all rows of the largest group.
+        device: the device of the rows.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._numel, self._device = numel, device
+        self._memory: dict[torch.dtype, torch.Tensor] = {}
+
+    def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The memory, ``[numel]``."""
+        if dtype not in self._memory:
+            self._memory[dtype] = torch.zeros(self._numel, dtype=dtype, device=self._device)
+        return self._memory[dtype][:numel]
+
+    def holds(self, vector: torch.Tensor) -> bool:
+        """Whether a vector is this memory."""
+        memory = self._memory.get(vector.dtype)
+        return memory is not None and memory.data_ptr() == vector.data_ptr()
+
+
+class ShardBuffer(RowBuffer):
     """Memory for the gradients of one group, and then for those of others.
 
     Args:
@@ -24,8 +48,7 @@ class ShardBuffer:
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self._numel, self._device = numel, device
-        self._memory: dict[torch.dtype, torch.Tensor] = {}
+        super().__init__(numel, device)
         self._sent: Future[Outcome] | None = None
         self._finish: Callable[[], object] | None = None
         self._room = torch.zeros(0, dtype=torch.uint8, device=device)
@@ -45,14 +68,7 @@ class ShardBuffer:
             self._filled = torch.cuda.current_stream(self._device)
         if self._free is not None:
             self._free.wait()
-        if dtype not in self._memory:
-            self._memory[dtype] = torch.zeros(self._numel, dtype=dtype, device=self._device)
-        return self._memory[dtype][:numel]
-
-    def holds(self, vector: torch.Tensor) -> bool:
-        """Whether a vector is this memory."""
-        memory = self._memory.get(vector.dtype)
-        return memory is not None and memory.data_ptr() == vector.data_ptr()
+        return super().rows(numel, dtype)
 
     def filled(self) -> AbstractContextManager[object]:
         """A context of the stream that copies gradients into the memory, for what waits for them. FSDP's own stream,

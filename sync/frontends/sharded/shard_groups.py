@@ -94,16 +94,12 @@ class ShardGroup:
     def replicas(self, group: dist.ProcessGroup) -> None:
         self._alive.mesh_info.replicate_process_group = group
 
-    def restore_replicas(self) -> None:
-        """Give FSDP its own group back."""
-        if (alive := self._group()) is not None:
-            alive.mesh_info.replicate_process_group = alive.mesh_info.replicate_process_group.inner
-
     @property
     def averaging(self) -> dist.ProcessGroup:
         """The ranks whose averages are compressed: the replicas, or all ranks if there are none."""
-        info = self._alive.mesh_info
-        found: dist.ProcessGroup = info.replicate_process_group if self.is_replicated else info.shard_process_group
+        if self.is_replicated:
+            return self.replicas
+        found: dist.ProcessGroup = self._alive.mesh_info.shard_process_group
         return found
 
     @property
@@ -124,11 +120,14 @@ class ShardGroup:
     def all_gather(self, comm: Any) -> None:
         self._alive._all_gather_comm = comm
 
-    def restore_comms(self) -> None:
-        """Give FSDP its own objects back."""
-        if (alive := self._group()) is not None:
-            alive._reduce_scatter_comm = alive._reduce_scatter_comm.inner
-            alive._all_gather_comm = alive._all_gather_comm.inner
+    def restore(self) -> None:
+        """Give FSDP back what stand-ins have taken the place of: its group of replicas, or both of its collectives."""
+        if self._group() is None:
+            return
+        if self.is_replicated:
+            self.replicas = self.replicas.inner  # type: ignore[attr-defined]
+        else:
+            self.reduce_scatter, self.all_gather = self.reduce_scatter.inner, self.all_gather.inner
 
     @property
     def averages_now(self) -> bool:

@@ -27,7 +27,7 @@ from ..checks.hooks import weakly
 from ..frontend import ModelFrontend
 from ..request import Request
 from .shard_buffers import BUFFERS, ShardBuffer
-from .shard_groups import Shard, shard_groups
+from .shard_groups import Shard, ShardGroup, shard_groups
 from .sharded_checks import checked_plan, fitting
 
 _AFTER = -1  # autograd's number of no backward, while FSDP reduces the last groups at its end
@@ -84,6 +84,21 @@ class ShardedFrontend(ModelFrontend):
         largest = max(self._row_numels, default=0) * self._rows_of_bucket
         self._buffers = [ShardBuffer(largest, self.device) for _ in range(BUFFERS)]
         self._take(self.new_runtime(plan), {})
+
+    def register(self) -> list[torch.nn.Module]:
+        model = self._model()
+        assert model is not None
+        for index, group in enumerate(self._groups):
+            self._stand_in(index, group)
+        return [model]
+
+    @abstractmethod
+    def _stand_in(self, index: int, group: ShardGroup) -> None:
+        """Take the place of what FSDP has for a group."""
+
+    def unregister(self) -> None:
+        for group in self._groups:
+            group.restore()
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: each for group in self._groups for name, each in group.parameters().items()}
@@ -180,7 +195,7 @@ class ShardedFrontend(ModelFrontend):
             take: takes the result out of the memory.
         """
         messages = self._bucket(index, gradients).messages.now()
-        self._buffer_of(index).send(self.runtime.submit(messages, gradients, first=False), take)
+        self._buffer_of(index).send(self.runtime.submit(messages, gradients), take)
 
     def _finish(self, index: int, result: torch.Tensor) -> None:
         """Wait for the result of a group, unless it may come later."""

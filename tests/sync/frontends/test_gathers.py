@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gckernels import BlockQuant, sync
-from gckernels.sync.frontends.sharded.all_gather import Gathers
+from gckernels.sync.frontends.sharded.gathers import Gathers
 from gckernels.sync.messages.gathers import GatheredParameter, payload_nbytes
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Setting, adamw, digest, fsdp_modules, model_of, split, train

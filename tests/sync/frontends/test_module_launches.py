@@ -146,16 +146,18 @@ def orders(model: str) -> tuple[list[list[tuple[str, ...]]], list[tuple[str, ...
     for unit in sorted(plan.units, key=lambda unit: unit.launch):
         expected[unit.launch] = (unit.key, *expected.get(unit.launch, ()))
     steps: list[list[tuple[str, ...]]] = []
-    submit = Runtime.submit
+    begin_step, submit = Runtime.begin_step, Runtime.submit
 
-    def noted(self: Runtime, messages: Iterable[Any], *arguments: Any, first: bool) -> Any:
-        if first:
-            steps.append([])
+    def begun(self: Runtime) -> None:
+        steps.append([])
+        begin_step(self)
+
+    def noted(self: Runtime, messages: Iterable[Any], *arguments: Any) -> Any:
         steps[-1].append(tuple(key for message in messages for key in message.keys))
-        return submit(self, messages, *arguments, first=first)
+        return submit(self, messages, *arguments)
 
     attachment = attach(module, plan, find_unused_parameters=model == "Branches")
-    with mock.patch.object(Runtime, "submit", noted):
+    with mock.patch.object(Runtime, "begin_step", begun), mock.patch.object(Runtime, "submit", noted):
         for step in range(STEPS):
             module.zero_grad()
             module(module.batch(step, rank)).backward()

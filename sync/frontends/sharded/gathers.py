@@ -1,10 +1,9 @@
-"""The stand-in for FSDP2's all-gather of one group of parameters, and gathers that run beside the computation."""
+"""Gathers of parameters that run beside the computation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 from ...resources.lanes import DeviceLanes
 from ...resources.memory_spaces import Places
+from .shard_buffers import RowBuffer
 
 _NO_BACKWARD = -1  # autograd's number of no backward
 
@@ -44,7 +44,7 @@ class Gathered(Work):
         return True
 
 
-class GatherBuffer:
+class GatherBuffer(RowBuffer):
     """Memory for the parameters of one group, and then for those of others.
 
     Args:
@@ -54,8 +54,7 @@ class GatherBuffer:
     """
 
     def __init__(self, numel: int, room_nbytes: int, device: torch.device) -> None:
-        self._numel, self._device = numel, device
-        self._memory: dict[torch.dtype, torch.Tensor] = {}
+        super().__init__(numel, device)
         self.room = torch.zeros(room_nbytes, dtype=torch.uint8, device=device)
         self.messages: dict[tuple[int, torch.dtype, bool], GatherMessage] = {}
         self.is_free = True
@@ -65,17 +64,6 @@ class GatherBuffer:
     def has_arrived(self) -> bool:
         """Whether nothing is on its way into the memory."""
         return self.future is None or self.future.done()
-
-    def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The memory, ``[numel]``."""
-        if dtype not in self._memory:
-            self._memory[dtype] = torch.zeros(self._numel, dtype=dtype, device=self._device)
-        return self._memory[dtype][:numel]
-
-    def holds(self, vector: torch.Tensor) -> bool:
-        """Whether a vector is this memory."""
-        memory = self._memory.get(vector.dtype)
-        return memory is not None and memory.data_ptr() == vector.data_ptr()
 
     def free(self) -> None:
         """Let other parameters come into the memory. FSDP copies these out before it gathers more."""
@@ -102,13 +90,11 @@ class Gathers:
         parameters: Sequence[Sequence[GatheredParameter]],
         keeps_copy: bool = False,
     ) -> None:
-        self._group, self._device, self._row_numels, self._parameters = group, device, row_numels, parameters
+        self._device, self._row_numels, self._parameters = device, row_numels, parameters
         self._copies: list[torch.Tensor | None] = [None for _ in row_numels]
-        self._keeps_copy, self._is_known = (
-            keeps_copy,
-            [False for _ in row_numels],
-        )  # whether a copy is that of all ranks
-        self._ranks = group.size()
+        self._keeps_copy = keeps_copy
+        self._is_known = [False for _ in row_numels]  # whether a copy is that of all ranks
+        self._ranks, self._members = group.size(), dist.get_process_group_ranks(group)
         site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
         self._communicators = Communicators(group, Places.of(device), Topology(self._ranks), [site])
         try:
@@ -139,7 +125,7 @@ class Gathers:
             resharded to some of the ranks.
         """
         buffer = next((each for each in self._buffers if each.holds(output)), None)
-        if buffer is None or dist.get_process_group_ranks(group) != dist.get_process_group_ranks(self._group):
+        if buffer is None or dist.get_process_group_ranks(group) != self._members:
             if buffer is not None:
                 buffer.free()
             return None
@@ -193,40 +179,3 @@ class Gathers:
         """End the lanes and the process groups; further calls do nothing."""
         self._engine.lanes.close()
         self._communicators.close()
-
-
-class AllGatherComm:
-    """FSDP's protocol of an all-gather, ``torch.distributed.fsdp._fully_shard._fsdp_api.AllGather``.
-
-    Args:
-        inner: FSDP's own.
-        room: returns memory for the result, ``[numel]`` of a dtype; ``None`` for that of ``inner``.
-        gather: takes the result and the ranks of each gather, and returns a work; if it returns ``None``, ``inner``
-            gathers.
-    """
-
-    def __init__(
-        self,
-        inner: Any,
-        room: Callable[[int, torch.dtype], torch.Tensor | None],
-        gather: Callable[[torch.Tensor, dist.ProcessGroup], Work | None],
-    ) -> None:
-        self.inner, self._room, self._gather = inner, room, gather
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        (numel,) = size
-        if (room := self._room(numel, dtype)) is None:
-            room = self.inner.allocate(size, dtype=dtype, device=device)
-        assert room is not None
-        return room
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        if (work := self._gather(output_tensor, group)) is not None:
-            return work
-        return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)

@@ -1,0 +1,95 @@
+"""The stand-ins for FSDP2's reduce-scatter and all-gather of one group of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+
+Room = Callable[[int, torch.dtype], torch.Tensor | None]
+"""A function that returns memory for a collective, ``[numel]`` of a dtype; ``None`` for that of FSDP."""
+
+
+class ShardComm:
+    """A stand-in for a collective of FSDP, with FSDP's protocol (``torch.distributed.fsdp._fully_shard._fsdp_api``).
+
+    Args:
+        inner: FSDP's own.
+        room: returns the memory of the collective.
+    """
+
+    def __init__(self, inner: Any, room: Room) -> None:
+        self.inner, self._room = inner, room
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        (numel,) = size
+        if (room := self._room(numel, dtype)) is None:
+            room = self.inner.allocate(size, dtype=dtype, device=device)
+        assert room is not None
+        return room
+
+
+class ReduceScatterComm(ShardComm):
+    """The stand-in for a reduce-scatter.
+
+    Args:
+        inner, room: as for :class:`ShardComm`.
+        reduce: takes output, input and operation of each reduction. If it returns ``False`` or ``None``, ``inner``
+            reduces.
+    """
+
+    def __init__(
+        self, inner: Any, room: Room, reduce: Callable[[torch.Tensor, torch.Tensor, Any], bool | None]
+    ) -> None:
+        super().__init__(inner, room)
+        self._reduce = reduce
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if self._reduce(output_tensor, input_tensor, op):
+            return None
+        return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op)
+
+
+class AllGatherComm(ShardComm):
+    """The stand-in for an all-gather.
+
+    Args:
+        inner, room: as for :class:`ShardComm`.
+        gather: takes the result and the ranks of each gather, and returns a work; if it returns ``None``, ``inner``
+            gathers.
+    """
+
+    def __init__(
+        self, inner: Any, room: Room, gather: Callable[[torch.Tensor, dist.ProcessGroup], Work | None]
+    ) -> None:
+        super().__init__(inner, room)
+        self._gather = gather
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        if (work := self._gather(output_tensor, group)) is not None:
+            return work
+        return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+
+
+def factor_of(operation: Any, ranks: int) -> float:
+    """The factor by which the mean of all ranks becomes the result of a reduction."""
+    kind = getattr(operation, "op", operation)  # without the factor that some have
+    if kind == dist.ReduceOp.AVG:
+        return 1.0
+    return float(ranks) if kind == dist.ReduceOp.SUM else float(operation.__getstate__()[1]) * ranks
