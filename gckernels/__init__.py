@@ -22,6 +22,9 @@ from .ops import *  # noqa: F403  only ops/__init__.py names the algorithms
 from .registration import register as register
 from .toolkit.host.threads import get_num_threads as get_num_threads
 from .toolkit.host.threads import set_num_threads as set_num_threads
+from .toolkit.residuals import decode_residual as decode_residual
+from .toolkit.residuals import encode_residual as encode_residual
+from .toolkit.residuals import residual_nbytes as residual_nbytes
 
 __version__ = "0.1.0"
 

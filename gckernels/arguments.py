@@ -9,6 +9,7 @@ import torch
 
 from .codec import CHUNK_ALIGN, GRAD_DTYPES, Codec, chunk_numel
 from .toolkit.payload import ALIGN_NBYTES
+from .toolkit.residuals import residual_nbytes
 
 
 def check_encode(
@@ -23,18 +24,18 @@ def check_encode(
     name = f"{compressor.name}.encode"
     _check_vector(name, "grad", grad, GRAD_DTYPES)
     if residual is not None:
-        _check_vector(name, "residual", residual, (torch.float32,))
         check_like(name, "residual", residual, grad)
-        states = compressor.traits.states
-        if residual.numel() != states * grad.numel():
-            each = f"; the residual must have {states} times as many" if states > 1 else ""
-            raise ValueError(f"{name}: residual has {residual.numel()} elements, grad has {grad.numel()}{each}")
+        if residual.dtype != torch.uint8:
+            _check_values(name, compressor, residual, grad.numel(), "grad has")
     if scale != 1.0 and not compressor.traits.summable:
         raise ValueError(f"{name}: scale must be 1.0 for a compressor that is not summable, got {scale}")
     _check_payload(name, "payload", payload, (1, 2))
     check_like(name, "payload", payload, grad)
     rows = payload if payload.dim() == 2 else payload.unsqueeze(0)
-    return rows, _chunk_size(name, "payload", compressor, grad.numel(), rows.shape[0], rows.shape[1], size)
+    size = _chunk_size(name, "payload", compressor, grad.numel(), rows.shape[0], rows.shape[1], size)
+    if residual is not None and residual.dtype == torch.uint8:
+        _check_encoded_residual(name, compressor, residual, rows.shape[0], size)
+    return rows, size
 
 
 def check_decode(
@@ -69,14 +70,14 @@ def check_recode(
     _check_payload(name, "payload", payload, (1,))
     check_like(name, "payload", payload, payloads)
     if residual is not None:
-        _check_vector(name, "residual", residual, (torch.float32,))
         check_like(name, "residual", residual, payloads)
-        states = compressor.shard_compressor.traits.states
-        if residual.numel() != states * numel:
-            each = f"; the residual must have {states} times as many" if states > 1 else ""
-            raise ValueError(f"{name}: residual has {residual.numel()} elements, numel is {numel}{each}")
+        if residual.dtype != torch.uint8:
+            _check_values(name, compressor.shard_compressor, residual, numel, "numel is")
     _chunk_size(name, "payload", compressor, numel, 1, payload.numel(), size)
-    return _chunk_size(name, "payloads", compressor, numel, 1, payloads.shape[1], size)
+    size = _chunk_size(name, "payloads", compressor, numel, 1, payloads.shape[1], size)
+    if residual is not None and residual.dtype == torch.uint8:
+        _check_encoded_residual(name, compressor.shard_compressor, residual, 1, size)
+    return size
 
 
 def check_added(added: torch.Tensor | None, device: torch.device) -> None:
@@ -98,6 +99,32 @@ def _check_vector(name: str, argument: str, tensor: torch.Tensor, dtypes: tuple[
     if tensor.dim() != 1 or not tensor.is_contiguous():
         shape, stride = tuple(tensor.shape), tensor.stride()
         raise ValueError(f"{name}: {argument} must be a contiguous vector, got shape {shape} with strides {stride}")
+
+
+def _check_values(name: str, compressor: Codec, residual: torch.Tensor, numel: int, there: str) -> None:
+    """Check a residual of fp32 values for a unit of ``numel`` elements."""
+    _check_vector(name, "residual", residual, (torch.float32,))
+    states = compressor.traits.states
+    if residual.numel() != states * numel:
+        each = f"; the residual must have {states} times as many" if states > 1 else ""
+        raise ValueError(f"{name}: residual has {residual.numel()} elements, {there} {numel}{each}")
+
+
+def _check_encoded_residual(name: str, compressor: Codec, residual: torch.Tensor, chunks: int, size: int) -> None:
+    """Check a residual in 8 bits for a unit with ``chunks`` payloads of ``size`` elements."""
+    if not compressor.encodes_residuals:
+        raise TypeError(f"{name}: residual must be torch.float32 for this compressor, got torch.uint8")
+    wanted, shape = (chunks, residual_nbytes(size)), tuple(residual.shape)
+    if shape != wanted and not (chunks == 1 and shape == wanted[1:]):
+        raise ValueError(
+            f"{name}: a residual in 8 bits must have the shape {wanted} for {chunks} payload(s) of {size} elements, "
+            f"got {shape}"
+        )
+    if not residual.is_contiguous() or residual.storage_offset() % ALIGN_NBYTES:
+        raise ValueError(
+            f"{name}: a residual in 8 bits must be contiguous and 16-byte aligned, got strides {residual.stride()} and "
+            f"storage offset {residual.storage_offset()}"
+        )
 
 
 def check_like(name: str, argument: str, tensor: torch.Tensor, grad: torch.Tensor) -> None:

@@ -72,6 +72,11 @@ class Codec(Compressor):
         """Exact size in bytes of the payload of ``numel`` elements (``numel >= 0``); a multiple of 16."""
 
     @property
+    def encodes_residuals(self) -> bool:
+        """Whether residuals may be in 8 bits, ``uint8``, instead of fp32."""
+        return False
+
+    @property
     def shard_compressor(self) -> Codec:  # a codec's is a codec
         return self
 
@@ -96,7 +101,9 @@ class Codec(Compressor):
         Args:
             grad: ``[numel]``, contiguous, fp32, bf16 or fp16.
             residual: ``[states * numel]``, contiguous, fp32, changed in place; ``None`` for no error feedback. Zeros
-                at first.
+                at first. If :attr:`encodes_residuals`, it may also be in 8 bits: ``uint8 [chunks,
+                gckernels.residual_nbytes(size)]``, see :mod:`gckernels.toolkit.residuals`. Then the new residual is
+                rounded to 8 bits, which loses at most a 127th of the largest one of 256 neighbours.
             payload: ``uint8``, ``[payload_nbytes(numel)]`` or, to cut the unit into chunks,
                 ``[chunks, payload_nbytes(chunk_numel(numel, chunks))]``, rows contiguous, 16-byte aligned. Every byte
                 is written.
@@ -162,7 +169,8 @@ class Codec(Compressor):
 
         Args:
             payloads: ``uint8``, ``[sources, payload_nbytes(size)]``, last dimension contiguous, 16-byte aligned.
-            residual: as in :meth:`encode`, of :attr:`shard_compressor`: ``[shard_compressor.traits.states * numel]``.
+            residual: as in :meth:`encode`, of :attr:`shard_compressor`: ``[shard_compressor.traits.states * numel]``,
+                or in 8 bits with one row.
             payload: ``uint8``, ``[payload_nbytes(size)]``, contiguous, 16-byte aligned; every byte is written. Not
                 one of ``payloads``.
             numel: elements of the shard.

@@ -38,7 +38,7 @@ def encode(
         grad: any shape, contiguous, fp32, bf16 or fp16.
         residual: the part of earlier gradients that has not been sent, fp32, with the shape of ``grad``
             (``[states, *grad.shape]`` for compressors with several ``states``), contiguous, changed in place; zeros at
-            first. ``None`` for no error feedback.
+            first. ``None`` for no error feedback. In 8 bits, ``uint8``, as for :meth:`gckernels.Codec.encode`.
         chunks: number of parts into which ``grad``, as a vector, is cut (:func:`gckernels.chunk_numel` elements each).
             Every part gets a payload.
         seed: random seed of the stochastic compressors, 64 bits: from ``-2**63`` to ``2**64 - 1``. The same seed gives
@@ -57,7 +57,9 @@ def encode(
     name = _require_compressor("encode", compressor)
     chunks, size = as_int(name, "chunks", chunks, 1, _MAX_CHUNKS), as_size(name, size)
     vector, kept = _vector(name, "grad", grad), None
-    if residual is not None:
+    if isinstance(residual, torch.Tensor) and residual.dtype == torch.uint8:
+        kept = residual
+    elif residual is not None:
         kept = _vector(name, "residual", residual)
         states = compressor.traits.states
         wanted = grad.shape if states == 1 else (states, *grad.shape)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..codec import Backend, Codec, Decoding, Encoding, chunk_numel
+from .residuals import decode_residual, encode_residual
 
 
 def encode_reference(
@@ -22,11 +23,15 @@ def encode_reference(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``(payload [chunks, nbytes], new residual [states * numel])`` on the device of ``grad``.
 
-    No argument is changed. The new residual is ``None`` without a residual.
+    No argument is changed. The new residual is ``None`` without a residual, and in 8 bits if the old one is.
     """
+    size = chunk_numel(grad.numel(), chunks) if size is None else size
+    if residual is not None and residual.dtype == torch.uint8:
+        values = decode_residual(residual, grad.numel(), size)
+        payload, left = encode_reference(compressor, grad, values, chunks, seed, scale, size)
+        return payload, None if left is None else encode_residual(left, chunks, size)
     accumulated = grad.float() if residual is None else compressor.accumulate(grad.float(), residual)
     values = last_state(accumulated, grad.numel())
-    size = chunk_numel(grad.numel(), chunks) if size is None else size
     payloads, decoded = [], []
     for chunk in range(chunks):  # the last chunks may be short or empty, but their payloads have full size
         part = values[chunk * size : (chunk + 1) * size] * scale
@@ -80,7 +85,7 @@ class Reference(Backend):
         payload, left = encode_reference(unit.compressor, *arguments)
         unit.payload.copy_(payload)
         if unit.residual is not None and left is not None:
-            unit.residual.copy_(left)
+            unit.residual.copy_(left.view_as(unit.residual))
 
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
         unit.out.copy_(decode_reference(unit.compressor, unit.payloads, unit.out, scale, accumulate, unit.size))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gckernels import Codec, chunk_numel
+from gckernels import Codec, chunk_numel, residual_nbytes
 from gckernels.codec import Backend, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
@@ -92,6 +92,24 @@ def calls_of_many(compressor: Codec, dtype: torch.dtype, numel: int, chunks: int
             work()
         calls.append((call, {}, many))
     return calls
+
+
+def calls_with_encoded_residuals(
+    compressor: Codec, dtype: torch.dtype, numel: int, chunks: int, sources: int
+) -> list[Call]:
+    """Encode with residuals in 8 bits, of one unit and of many; none if the compressor takes no such residuals."""
+    if not compressor.encodes_residuals:
+        return []
+    size, payloads, grad, _ = _tensors(compressor, dtype, numel, chunks, sources)
+    residual = torch.empty(chunks, residual_nbytes(size), dtype=torch.uint8, device="cpu")
+    unit = Encoding(compressor, grad, residual, payloads[0], 0, size)
+    with record_launches() as one:
+        compressor.triton.encode(unit)
+    work = compressor.triton.bind_encodes([unit])
+    with record_launches() as many:
+        work()
+    tensors = {"grad": grad, "residual": residual}
+    return [("encode with a residual in 8 bits", tensors, one), ("encode many with residuals in 8 bits", {}, many)]
 
 
 def call_of_large(compressor: Codec, dtype: torch.dtype, numel: int, chunks: int, sources: int) -> Call:

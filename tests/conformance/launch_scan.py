@@ -28,6 +28,7 @@ from harness.machine_code.launches import (
     call_of_large,
     calls_of_many,
     calls_of_one,
+    calls_with_encoded_residuals,
     has_batches,
     launches_of_powersgd,
     waits,
@@ -77,6 +78,7 @@ def _launches_of(spec: str, dtype: torch.dtype, *shape: int) -> Iterator[tuple[s
     compressor = CONFIGURATIONS[spec]
     calls = calls_of_one(compressor, dtype, *shape, accumulate=False)
     calls += calls_of_one(compressor, dtype, *shape, accumulate=True)[-1:]
+    calls += calls_with_encoded_residuals(compressor, dtype, *shape)
     if has_batches(compressor):
         calls += calls_of_many(compressor, dtype, *shape)
     if compressor.traits.stochastic:

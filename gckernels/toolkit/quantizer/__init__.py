@@ -74,6 +74,11 @@ class MapQuantizer(Codec):
         return PayloadLayout.nbytes_of(*_fields(self.stats_dtype, self.num_stats, self.bits, self.block, numel))
 
     @property
+    def encodes_residuals(self) -> bool:
+        """Whether residuals may be in 8 bits: errors may, momenta may not, because they grow by small steps."""
+        return self.traits.conserves
+
+    @property
     def shard_compressor(self) -> MapQuantizer:
         return self
 

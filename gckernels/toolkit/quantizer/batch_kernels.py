@@ -57,7 +57,7 @@ def _partials_batch_kernel(
 ):
     row, chunk, index = find_row(units_ptr, table_ptr, _ENCODE_FIELDS)
     source_ptr = load_pointer(row + 2, DTYPE, ALIGNED)
-    residual_ptr = load_pointer(row + 3, tl.float32, ALIGNED)
+    residual_ptr = load_pointer(row + 3, tl.uint8 if Q.encoded_residual else tl.float32, ALIGNED)
     partials_ptr += tl.load(row + 5)
     numel, chunk_numel, source_stride = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16), load_stride(row + 9, 16)
     num_partials, blocks = load_count(row + 10, 1), load_count(row + 11, 1)
@@ -96,7 +96,7 @@ def _encode_batch_kernel(
     if Q.whole:  # backwards, as for one unit
         tile = tl.load(row + 1).to(tl.int32) - 1 - tile
     source_ptr = load_pointer(row + 2, DTYPE, ALIGNED)
-    residual_ptr = load_pointer(row + 3, tl.float32, ALIGNED)
+    residual_ptr = load_pointer(row + 3, tl.uint8 if Q.encoded_residual else tl.float32, ALIGNED)
     payload_ptr = load_pointer(row + 4, tl.uint8, ALIGNED)
     partials_ptr += tl.load(row + 5)
     numel, chunk_numel = load_count(row + 6, NUMEL_OF), load_count(row + 7, 16)
@@ -195,7 +195,8 @@ def _merging(unit: Recoding) -> _Unit:
 def _encode(quantizer: Any, units: Sequence[_Unit], scale: float, added: torch.Tensor | None) -> list[Work]:
     def common(unit: _Unit) -> Any:
         width = payload_shape(quantizer, unit.size).partials_width
-        return unit.source.dtype, unit.residual is not None, unit.alignment, unit.sources, width
+        form = None if unit.residual is None else unit.residual.dtype
+        return unit.source.dtype, form, unit.alignment, unit.sources, width
 
     return [_encode_group(quantizer, group, scale, added) for group in grouped(units, common)]
 
@@ -216,11 +217,11 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: t
     partials = torch.empty(places[-1] + sum(results), dtype=torch.float32, device=device)
     tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
     table = Table(tiles, encoded, device)
-    has_residual, merging = first.residual is not None, first.source.dtype == torch.uint8
-    num_warps = shapes[0].encode_warps(quantizer, first.source.dtype, has_residual)
+    kept, merging = kernels.residual_form(first.residual), first.source.dtype == torch.uint8
+    num_warps = shapes[0].encode_warps(quantizer, first.source.dtype, kept["has_residual"])
     width = shapes[0].partials_width
     common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment), "num_warps": num_warps}
-    constants = functools.partial(kernel_constants, quantizer, has_residual=has_residual, merging=merging)
+    constants = functools.partial(kernel_constants, quantizer, **kept, merging=merging)
     reducing: list[BoundLaunch] = []
     if shapes[0].whole:
         programs = [(shape.num_partials, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
@@ -234,7 +235,7 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: t
         reducing.append(bind_launch(_combine_batch_kernel, combining.grid, *combining.args, partials, Q=of_all))
     encoding = bind_launch(
         *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, added),
-        maxnreg=kernels.encode_maxnreg(quantizer, has_residual, merging),
+        maxnreg=kernels.encode_maxnreg(quantizer, kept["has_residual"], merging),
         **common,
         Q=constants(partials_width=width),
     )

@@ -330,27 +330,68 @@ static void merged_tile(const call_t *call, const uint8_t *payload, int64_t firs
     for (int i = 0; i < here; i++) total[i] = merge(total[i], call->scale);
 }
 
+/* ------------------------------------------------------------------ residuals in 8 bits, see toolkit/residuals.py */
+
+enum { GROUP = 256, CARRY = (1 << 23) - 1 - 0x7E0000 };
+typedef struct { uint8_t *exponents; int8_t *codes; } codes_of_t; /* of a tile */
+
+static codes_of_t encoded_residual(const call_t *call, tile_t t) {
+    int64_t size = (call->size + 15) / 16 * 16, groups = ((call->size + GROUP - 1) / GROUP + 15) / 16 * 16;
+    uint8_t *row = (uint8_t *)call->residual + t.chunk * (groups + size);
+    return (codes_of_t){row + t.first / GROUP, (int8_t *)row + groups + t.first};
+}
+
+static void decode_residual(codes_of_t from, int here, float *restrict values) {
+    for (int at = 0; at < here; at += GROUP) {
+        int count = (int)lesser(GROUP, here - at);
+        float scale = float_of((int32_t)from.exponents[at / GROUP] << 23);
+        for (int i = at; i < at + count; i++) values[i] = (float)from.codes[i] * scale;
+    }
+}
+
+static void encode_residual(const float *restrict values, int here, codes_of_t to) {
+    for (int at = 0; at < here; at += GROUP) {
+        int count = (int)lesser(GROUP, here - at);
+        int32_t largest = 0;
+        for (int i = at; i < at + count; i++) {
+            int32_t key = key_of(values[i]);
+            largest = largest > key ? largest : key;
+        }
+        int32_t exponent = (int32_t)greater(((largest + CARRY) >> 23) - 6, 1);
+        float power = float_of((254 - exponent) << 23);
+        int8_t *restrict codes = to.codes + at;
+        for (int i = 0; i < count; i++) codes[i] = (int8_t)bits_of(values[at + i] * power + 12582912.0f);
+        to.exponents[at / GROUP] = (uint8_t)exponent;
+    }
+}
+
+/* Returns the residual of a tile: its own memory, or `scratch` for one in 8 bits. */
+INLINE float *residual_of(const call_t *call, tile_t t, float *restrict scratch) {
+    if (!call->residual || !call->is_encoded) return AT((float *)call->residual, t.unit_first);
+    decode_residual(encoded_residual(call, t), t.here, scratch);
+    return scratch;
+}
+
 static tile_t locate(const call_t *call, int64_t index) {
     return tile_of(index, call->tiles, TILE, call->size, call->numel);
 }
 
-/* Returns the values to encode: `scratch`, or the gradient's own memory if nothing is added to it. */
-static const float *load_tile(const call_t *call, tile_t t, float *restrict scratch) {
-    const float *restrict r = AT(call->residual, t.unit_first);
-    if (call->residual) prefetch(r + TILE, sizeof(float) * TILE);
+/* Returns the values to encode: `scratch`, or the gradient's own memory if there is no residual `r` to add. */
+static const float *load_tile(const call_t *call, tile_t t, const float *restrict r, float *restrict scratch) {
+    if (r && !call->is_encoded) prefetch(r + TILE, sizeof(float) * TILE);
 #if MERGING
     merged_tile(call, call->source, t.first, t.here, scratch);
 #else
     if (call->dtype == FP32) {
         const float *restrict g = AT((const float *)call->source, t.unit_first);
-        if (!call->residual) return g;
+        if (!r) return g;
         prefetch(g + TILE, sizeof(float) * TILE);
         for (int i = 0; i < t.here; i++) scratch[i] = accumulate(g[i], r[i]);
         return scratch;
     }
     load(call->source, call->dtype, t.unit_first, t.here, scratch);
 #endif
-    if (call->residual)
+    if (r)
         for (int i = 0; i < t.here; i++) scratch[i] = accumulate(scratch[i], r[i]);
     return scratch;
 }
@@ -377,10 +418,10 @@ INLINE void encode_row(const float *restrict values, const float *restrict dithe
 
 #if WHOLE
 void partials(const call_t *call, int64_t start, int64_t stop) {
-    float scratch[TILE];
+    float scratch[TILE], kept[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
-        const float *values = load_tile(call, t, scratch);
+        const float *values = load_tile(call, t, residual_of(call, t, kept), scratch);
         terms_t terms;
         reduce(values, t.here, 1, &terms);
         memcpy(call->partials + index * TERMS, terms.of, sizeof terms.of);
@@ -407,7 +448,7 @@ void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
 #endif
 
 void encode(const call_t *call, int64_t start, int64_t stop) {
-    float scratch[TILE];
+    float scratch[TILE], kept[TILE];
     uint8_t codes[TILE + 8];
 #if RANDOM
     float dither[TILE];
@@ -417,8 +458,8 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
         uint8_t *payload = call->payload + t.chunk * call->payload_stride;
-        float *residual = AT(call->residual, t.unit_first);
-        const float *values = load_tile(call, t, scratch);
+        float *residual = residual_of(call, t, kept);
+        const float *values = load_tile(call, t, residual, scratch);
 #if RANDOM
         draw(call->seed, t.unit_first, t.here, dither, AT((const float *)call->source, t.unit_first + TILE));
 #endif
@@ -438,6 +479,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
 #endif
             WITH_COUNT(count, encode_row(values + at, dither + at, s, COUNT, codes + at, AT(residual, at)));
         }
+        if (residual == kept) encode_residual(kept, t.here, encoded_residual(call, t));
         memset(codes + t.here, 0, (size_t)(t.laid_out - t.here + 8));
         uint8_t *bytes = payload + call->codes_offset + t.first * BITS / 8;
         pack(codes, t.laid_out, bytes);

@@ -30,7 +30,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         ("source", pointer(const=True)),  # the gradient, or payloads
-        ("residual", pointer(ctypes.c_float)),  # or None
+        ("residual", pointer()),  # fp32, or in 8 bits, or None
         ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
         ("out", pointer()),  # the output of decoding
         ("partials", pointer(ctypes.c_float)),  # [chunks * tiles, terms], for the statistic of a whole chunk
@@ -44,6 +44,7 @@ class _Call(ctypes.Structure):
             ("scale", ctypes.c_float),
             ("dtype", ctypes.c_int32),
             ("accumulate", ctypes.c_int32),
+            ("is_encoded", ctypes.c_int32),  # whether the residual is in 8 bits
         ),
     )
 
@@ -121,6 +122,7 @@ def _decoding(unit: Decoding, scale: float, accumulate: bool) -> _Call:
 def _with_source(call: _Call, source: torch.Tensor, residual: torch.Tensor | None) -> _Call:
     call.source = source.data_ptr()
     call.residual = None if residual is None else residual.data_ptr()
+    call.is_encoded = residual is not None and residual.dtype == torch.uint8
     return call
 
 

@@ -148,7 +148,7 @@ def _encode(
 ) -> None:
     chunks = payload.shape[0]
     shape = payload_shape(quantizer, size)
-    has_residual, merging = residual is not None, source.dtype == torch.uint8
+    kept, merging = residual_form(residual), source.dtype == torch.uint8
     target = source if residual is None else residual
     step = chunk_step(size, chunks)
     partials, num_partials = target, 1
@@ -160,8 +160,8 @@ def _encode(
             (num_partials, chunks),
             *(source, target, partials, numel, step, num_partials, num_sources, source_stride),
             *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
-            Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging),
-            num_warps=shape.encode_warps(quantizer, source.dtype, has_residual),
+            Q=kernel_constants(quantizer, **kept, merging=merging),
+            num_warps=shape.encode_warps(quantizer, source.dtype, kept["has_residual"]),
         )
         if shape.combines:
             combined = temporary(chunks, shape.terms, dtype=torch.float32, device=payload.device)
@@ -173,9 +173,9 @@ def _encode(
         (shape.encode_tiles, chunks),
         *(source, target, payload, partials, numel, step, payload.stride(0), num_partials, num_sources, source_stride),
         *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, seed),
-        Q=kernel_constants(quantizer, has_residual=has_residual, merging=merging, partials_width=shape.partials_width),
-        num_warps=shape.encode_warps(quantizer, source.dtype, has_residual),
-        maxnreg=encode_maxnreg(quantizer, has_residual, merging),
+        Q=kernel_constants(quantizer, **kept, merging=merging, partials_width=shape.partials_width),
+        num_warps=shape.encode_warps(quantizer, source.dtype, kept["has_residual"]),
+        maxnreg=encode_maxnreg(quantizer, kept["has_residual"], merging),
     )
 
 
@@ -264,6 +264,14 @@ def encode_maxnreg(quantizer, has_residual: bool, merging: bool) -> int | None:
     return _MAXNREG_OF_MANY_TERMS if statistic and len(statistic.kinds) > 3 else _MAXNREG
 
 
+def residual_form(residual: torch.Tensor | None) -> dict[str, bool]:
+    """The arguments of :func:`kernel_constants` that say whether there is a residual, and whether it is in 8 bits."""
+    return {
+        "has_residual": residual is not None,
+        "encoded_residual": residual is not None and residual.dtype == torch.uint8,
+    }
+
+
 def payload_shape(quantizer, size: int) -> Shape:
     """The payload of ``size`` elements, as the kernels see it."""
     layout, statistic = quantizer.layout(size), quantizer.maps.statistic
@@ -297,6 +305,7 @@ def kernel_constants(
     quantizer,
     *,
     has_residual: bool = False,
+    encoded_residual: bool = False,
     merging: bool = False,
     partials_width: int = 0,
     adds_to_out: bool = False,
@@ -314,7 +323,8 @@ def kernel_constants(
     - ``num_stats``: statistics per block; ``stats_bf16``: whether they are stored as bf16;
     - ``whole``: whether there is one statistic for the whole chunk;
     - ``random``: whether elements draw random numbers; ``dither_base`` and ``surety``: see :class:`.Maps`, or ``None``;
-    - ``has_residual``: whether there is a residual; ``merging``: whether payloads are encoded;
+    - ``has_residual``: whether there is a residual; ``encoded_residual``: whether it is in 8 bits; ``merging``: whether
+      payloads are encoded;
     - ``partials_width``: see :class:`Shape`;
     - ``adds_to_out``: whether decoded values are added to the sum that the output holds.
     """
@@ -343,6 +353,7 @@ def kernel_constants(
         random=quantizer.traits.stochastic,
         dither_base=quantizer.maps.dither_base,
         has_residual=has_residual,
+        encoded_residual=encoded_residual,
         merging=merging,
         partials_width=partials_width,
         adds_to_out=adds_to_out,

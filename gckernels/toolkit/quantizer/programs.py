@@ -12,6 +12,7 @@ import triton.language as tl
 from ..bitpack import packed_slots, without_tail
 from ..numeric import is_finite
 from ..tiles import load_tile, remaining, store_tile
+from .residuals import load_residual, store_residual
 from .tiles import (
     STATUS,
     as_columns,
@@ -70,7 +71,8 @@ def partials_program(
         else:
             values = load_tile(source_ptr + first, offsets, here, Q.tile)
         if Q.has_residual:
-            values = Q.accumulate(values, load_tile(residual_ptr + first, offsets, here, Q.tile), C)
+            residual = load_residual(residual_ptr, offsets, chunk, chunk_numel, tile * Q.tile, here, Q)
+            values = Q.accumulate(values, residual, C)
         totals = combine(totals, reduce_tile(values, offsets, here, S, Q, 0), Q)
         tile += num_partials
     for term in tl.static_range(len(S.kinds)):
@@ -137,7 +139,7 @@ def encode_program(
     else:
         values = load_rows(source_ptr + first, offsets, here, Q)
     if Q.has_residual:
-        residual = load_tile(residual_ptr + first, offsets, here, Q.tile)
+        residual = load_residual(residual_ptr, offsets, chunk, chunk_numel, tile_first, here, Q)
         values = Q.accumulate(values, residual, C)
 
     payload_ptr += chunk * payload_stride
@@ -179,7 +181,8 @@ def encode_program(
         # the old value is stored again where the new one is not finite: a mask that varies from element to element
         # would break the 16-byte stores up
         left = Q.keep(values, Q.dequantize(codes, columns_of_stats, C), C)
-        store_tile(residual_ptr + first, offsets, tl.where(is_finite(left), left, residual), here, Q.tile)
+        left = tl.where(is_finite(left), left, residual)
+        store_residual(residual_ptr, left, offsets, chunk, chunk_numel, tile_first, here, Q)
     # the small stores come last, when few registers are in use
     if tile == 0:
         words = tl.arange(0, 4)
