@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,6 +53,7 @@ class Runtime(RuntimeState):
         grad_scaler: the gradient scaler of the training, if there is one.
         parameters: the parameters of the plan, by name; needed only with a scaler.
         synchronises: whether this runtime gets the gradients. Otherwise it has no lanes or process groups.
+        residual_bits: 8 to keep residuals in 8 bits where an encoding can, otherwise 32.
         can_discard: whether steps may be discarded; then, as with a scaler, each step keeps a copy of the residuals.
 
     Attributes:
@@ -89,8 +90,9 @@ class Runtime(RuntimeState):
         parameters: Mapping[str, torch.nn.Parameter] | None = None,
         synchronises: bool = True,
         can_discard: bool = False,
+        residual_bits: int = 32,
     ) -> None:
-        super().__init__(plan, group, device, seed)
+        super().__init__(plan, group, device, seed, residual_bits)
         self.synchronises, self.is_draining, self.is_waiting, self.averages_only = synchronises, False, False, False
         self.common_plan = plan
         self._start_step = max(start_step, plan.start_step)
@@ -298,9 +300,9 @@ class Runtime(RuntimeState):
         """Bytes on this rank of residuals, factors of low-rank methods, and their copies from before a step."""
         return self._feedback.nbytes() + (0 if self._copies is None else self._copies.nbytes())
 
-    def residuals(self) -> list[torch.Tensor]:
-        """The residuals of this rank; with a gradient scaler, those of scaled gradients."""
-        return [tensor for kind, _, tensor in self._feedback.items() if kind in ENCODINGS]
+    def residuals(self) -> Iterator[torch.Tensor]:
+        """The values of each residual of this rank; with a gradient scaler, those of scaled gradients."""
+        return (residual.values() for kind, _, residual in self._feedback.items() if kind in ENCODINGS)
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing."""

@@ -28,14 +28,16 @@ _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes 
 class RuntimeState:
     """The residuals, factors and steps of a :class:`~.runtime.Runtime`, which documents arguments and attributes."""
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, plan: Plan, group: dist.ProcessGroup, device: torch.device, seed: int, residual_bits: int
+    ) -> None:
         self.plan, self.device = plan, device
         self.group, self.rank, self.world_size = group, dist.get_rank(group), dist.get_world_size(group)
         self.topology = plan.topology_of(self.world_size)
         self.step, self.first_is_dense, self.changed_residuals = 0, True, False
         self.part: ModelPart | None = None
         self._places = Places.of(device)
-        self._feedback, self._seeds = Feedback(self._places), Seeds(seed, self._places)
+        self._feedback, self._seeds = Feedback(self._places, residual_bits), Seeds(seed, self._places)
         self._copies: StepCopies | None = None
         self._engine: Engine | None = None
         self._begun: set[str] = set()  # units that have been compressed, the same on all ranks

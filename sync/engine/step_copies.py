@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..plans.plan import Plan
 from ..programs.steps import Place
 from ..resources.feedback import Feedback
+from ..resources.residual import Residual
 from ..resources.workers import Work
 
 
@@ -107,12 +108,15 @@ class StepCopies:
             has_residuals: whether the step may change residuals.
         """
         scale, skipped_of = self._read_scale()
-        groups: dict[Any, list[tuple[torch.Tensor, _Copy, torch.Tensor | None]]] = {}
-        for kind, name, values in self._feedback.items():
+        groups: dict[Any, list[tuple[Residual, _Copy, torch.Tensor | None]]] = {}
+        for kind, name, residual in self._feedback.items():
+            tensor = residual.tensor
             if (kind, name) not in self._copies:  # new in the last step, when it began with zeros, or loaded
-                self._copies[kind, name] = _Copy(torch.zeros_like(values), self._scale)
+                self._copies[kind, name] = _Copy(residual.with_tensor(torch.zeros_like(tensor)), self._scale)
             copy, skipped = self._copies[kind, name], skipped_of(name)
-            groups.setdefault((id(skipped), id(copy.scale), values.device), []).append((values, copy, skipped))
+            copy.residual.change(tensor.device, residual.rows)  # a loaded one gets its form when it is encoded
+            alike = id(skipped), id(copy.scale), tensor.dtype, tensor.device
+            groups.setdefault(alike, []).append((residual, copy, skipped))
         renewals = []
         for (*_, memory), members in groups.items():
             _, before, skipped = members[0]
@@ -120,8 +124,8 @@ class StepCopies:
             for _, copy, _ in members:
                 copy.scale = origin
             renewal = _Renewal(
-                [values for values, *_ in members],
-                [copy.values for _, copy, _ in members],
+                [residual for residual, *_ in members],
+                [copy.residual.tensor for _, copy, _ in members],
                 None if skipped is None else _to_memory(skipped, memory),
                 None if self._scaler is None else _to_memory(scale / origin, memory),
             )
@@ -171,10 +175,11 @@ class StepCopies:
                 skipped, memory = skipped_of(name), values.device
                 values.div_(self._scale.to(memory))
                 if skipped is not None:
-                    copy = self._copies.get((kind, name), _Copy(torch.zeros_like(values), self._scale))
-                    values.copy_(
-                        torch.where(skipped.to(memory), copy.values.to(memory) / copy.scale.to(memory), values)
-                    )
+                    copy = self._copies.get((kind, name))
+                    before = torch.zeros_like(values)
+                    if copy is not None:
+                        before = copy.residual.values().to(memory) / copy.scale.to(memory)
+                    values.copy_(torch.where(skipped.to(memory), before, values))
 
     def reset(self) -> None:
         """Forget scale and copies, because the residuals have been loaded: those of a state are not scaled."""
@@ -183,13 +188,13 @@ class StepCopies:
         self._copies.clear()
 
     def copy(self, kind: str, key: str) -> torch.Tensor | None:
-        """The residual or factor of a unit as it was before the last step; ``None`` if it did not exist."""
+        """The values of a residual or factor as they were before the last step; ``None`` if it did not exist."""
         copy = self._copies.get((kind, key))
-        return None if copy is None else copy.values
+        return None if copy is None else copy.residual.values()
 
     def nbytes(self) -> int:
         """Bytes of all copies on this rank."""
-        return sum(copy.values.nbytes for copy in self._copies.values())
+        return sum(copy.residual.tensor.nbytes for copy in self._copies.values())
 
     def close(self) -> None:
         """Stop watching optimizers."""
@@ -205,22 +210,22 @@ class _Copy:
     the copy is still finite.
     """
 
-    values: torch.Tensor
+    residual: Residual
     scale: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Renewal:
-    """The work before a step on residuals in one memory that have the same scale and optimizer.
+    """The work before a step on residuals of one dtype in one memory that have the same scale and optimizer.
 
     Attributes:
-        values: the residuals.
-        copies: the residuals before the last step.
+        residuals: the residuals.
+        copies: their tensors before the last step.
         skipped: whether the last step does not count, a bool scalar; ``None`` if it certainly counts.
         factor: ratio of the new scale to that of the values, an fp32 scalar; ``None`` without a scaler.
     """
 
-    values: list[torch.Tensor]
+    residuals: list[Residual]
     copies: list[torch.Tensor]
     skipped: torch.Tensor | None
     factor: torch.Tensor | None
@@ -231,12 +236,17 @@ class _Renewal:
 
         A factor that is a power of two, as those of torch's scaler are, changes no bits of the result.
         """
+        tensors = [residual.tensor for residual in self.residuals]
         if self.skipped is not None:
-            for values, copy in zip(self.values, self.copies, strict=True):
-                torch.where(self.skipped, copy, values, out=values)
-        torch._foreach_copy_(self.copies, self.values)
+            for tensor, copy in zip(tensors, self.copies, strict=True):
+                torch.where(self.skipped, copy, tensor, out=tensor)
+        torch._foreach_copy_(self.copies, tensors)
         if self.factor is not None:
-            torch._foreach_mul_(self.values, self.factor)
+            if tensors[0].dtype == torch.float32:
+                torch._foreach_mul_(tensors, self.factor)
+            else:
+                for residual in self.residuals:
+                    residual.multiply(self.factor)
 
 
 def _to_memory(value: torch.Tensor, memory: torch.device) -> torch.Tensor:

@@ -43,6 +43,7 @@ def within_budget(
     world_size: int,
     budget_nbytes: float,
     copies: bool = False,
+    residual_bits: int = 32,
 ) -> Plan:
     """The plan, with units averaged in place without compression until it needs at most ``budget_nbytes``.
 
@@ -55,13 +56,13 @@ def within_budget(
         parameters: the parameters of the plan, by name.
         world_size: number of ranks.
         budget_nbytes: maximum number of bytes.
-        copies: as for :func:`plan_nbytes`.
+        copies, residual_bits: as for :func:`plan_nbytes`.
     """
     if world_size == 1:
         return plan
     dtypes = {name: in_reals(parameter).dtype for name, parameter in parameters.items()}
     apart = any(Places.of(parameter.device).apart for parameter in parameters.values())
-    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size), apart, copies)
+    needs = plan_nbytes(plan, dtypes, plan.topology_of(world_size), apart, copies, residual_bits)
     total, dropped = sum(needs), set()
     for index in sorted(range(len(needs)), key=lambda index: (-needs[index], index)):
         if total <= budget_nbytes:
@@ -86,7 +87,12 @@ def _exact(unit: UnitPlan) -> UnitPlan:
 
 
 def plan_nbytes(
-    plan: Plan, dtypes: Mapping[str, torch.dtype], topology: Topology, apart: bool = False, copies: bool = False
+    plan: Plan,
+    dtypes: Mapping[str, torch.dtype],
+    topology: Topology,
+    apart: bool = False,
+    copies: bool = False,
+    residual_bits: int = 32,
 ) -> list[int]:
     """Bytes of the residuals, factors and buffers of each unit, on device and host together.
 
@@ -98,12 +104,13 @@ def plan_nbytes(
         topology: topology of the ranks.
         apart: as in :class:`~gckernels.sync.resources.memory_spaces.Places`.
         copies: whether residuals and factors are copied, for a gradient scaler.
+        residual_bits: 8 if residuals are in 8 bits where an encoding can, otherwise 32.
     """
     needs = []
     for unit, kind in _kinds(plan):
         ranks = set() if unit.in_place else {0, unit.root, topology.world_size - 1}
         dtype = dtypes[unit.parameter]
-        found = (_nbytes_on(rank, unit, kind, dtype, topology, apart, copies) for rank in ranks)
+        found = (_nbytes_on(rank, unit, kind, dtype, topology, apart, copies, residual_bits) for rank in ranks)
         needs.append(max(found, default=0))
     return needs
 
@@ -173,13 +180,14 @@ def _nbytes_on(
     topology: Topology,
     apart: bool,
     copies: bool,
+    residual_bits: int = 32,
 ) -> int:
     """Bytes of a message of one unit on ``rank``, counted while it is built of tensors without memory."""
     spec = MessageSpec(kind, unit.program, (PlacedUnit(unit, 0),))
     buffer = torch.empty(spec.units[-1].stop, dtype=dtype, device=_META)
     places = Places(_META, _META, apart)
     communicators: Any = DryCommunicators(rank, topology, places)
-    feedback, seeds = Feedback(places), Seeds(0, places)
+    feedback, seeds = Feedback(places, residual_bits), Seeds(0, places)
     with _Allocations() as allocations:
         build_message(spec, buffer, communicators, feedback, seeds, False)
     return int(allocations.nbytes) + (feedback.nbytes() if copies else 0)

@@ -150,7 +150,7 @@ class Parking:
         """Whether this rank would hold more if the last step did not count."""
         copies = self._copies
         each = ((part, copies.copy(kind, name)) for kind, name, part in self._feedback.items()) if copies else ()
-        return any(copy is not None and bool(copy.any()) and not bool(part.any()) for part, copy in each)
+        return any(copy is not None and bool(copy.any()) and not bool(part.tensor.any()) for part, copy in each)
 
     def _end_step(self) -> None:
         """Note the end of a step that was averaged."""

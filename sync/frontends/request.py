@@ -160,6 +160,7 @@ class Request:
     memory_budget_mb: float | None
     grad_scaler: GradScaler | None
     can_discard: bool
+    residual_bits: int
     weights: Compressor | str | None
     seed: int
     start_step: int
@@ -197,7 +198,7 @@ class Request:
             synchronises: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
         """
         settings = (self.group, self.device, self.seed, self.start_step, self.enabled_scaler, parameters)
-        return Runtime(plan, *settings, synchronises=synchronises, can_discard=self.can_discard)
+        return Runtime(plan, *settings, synchronises, self.can_discard, self.residual_bits)
 
     def checked(self, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, str]:
         """The plan that is asked for, and a summary of the request, which must be the same on all ranks.
@@ -219,11 +220,14 @@ class Request:
             raise PlanError(f"{error}\n{self._advice}") from error
         if self.memory_budget_mb is not None:
             budget_nbytes, copies = self.memory_budget_mb * 2**20, self.can_discard or self.enabled_scaler is not None
-            plan = within_budget(_CALLER, plan, parameters, world_size, budget_nbytes, copies)
+            limits = budget_nbytes, copies, self.residual_bits
+            plan = within_budget(_CALLER, plan, parameters, world_size, *limits)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"
         if self.can_discard:
             summary += ", with steps that can be discarded"
+        if self.residual_bits != 32:
+            summary += f", residuals in {self.residual_bits} bits"
         if self.gathered_by is not None:
             summary += f", parameters by {self.gathered_by}"
         summary += f", seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
@@ -284,6 +288,8 @@ class Request:
             raise TypeError(f"{_CALLER}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
         if type(self.can_discard) is not bool:
             raise TypeError(f"{_CALLER}: can_discard must be True or False, got {self.can_discard!r}")
+        if type(self.residual_bits) is not int or self.residual_bits not in (8, 32):
+            raise ValueError(f"{_CALLER}: residual_bits must be 32 or 8, got {self.residual_bits!r}")
         _ = self.gathered_by  # checks it
         if type(self.seed) is not int:
             raise TypeError(f"{_CALLER}: seed must be an int, got {type(self.seed).__name__}")

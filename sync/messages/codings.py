@@ -14,6 +14,7 @@ from ..programs.stages import StageSpec
 from ..programs.steps import AllReduce, Place
 from ..resources.error_probe import Decoded, Encoded, ProbedPiece, ProbeSchedule
 from ..resources.feedback import Feedback
+from ..resources.residual import EncodedForm, Residual
 from ..resources.workers import Work
 from .buffers import Buffers, Payloads, Raw
 from .message import Unit, compressor_of
@@ -40,12 +41,13 @@ class Codings:
             scale /= buffers.topology.size(following.level)
         payloads = buffers.payloads(spec.stop, held.place)
         own = buffers.unit_payloads(payloads.buffer, spec.stop)
-        encodings = []
+        encodings: list[Encoding] = []
+        kept: list[Residual | None] = []
         for unit, piece, payload, data in zip(buffers.units, held.pieces, own, buffers.data(spec.stop), strict=True):
-            kept = self.residual(kind, unit, piece.numel(), held.place)
-            seed = self.seed(kind, unit, spec.stop)
-            encodings.append(Encoding(compressor_of(unit, kind), piece, kept, payload[0], seed, data.size))
-        return self.bind_encodes(spec, encodings, scale), payloads
+            kept.append(self.residual(kind, unit, piece.numel(), held.place, EncodedForm(payload.shape[1], data.size)))
+            seed, method = self.seed(kind, unit, spec.stop), compressor_of(unit, kind)
+            encodings.append(Encoding(method, piece, tensor_of(kept[-1]), payload[0], seed, data.size))
+        return self.bind_encodes(spec, encodings, kept, scale), payloads
 
     def decode(self, spec: StageSpec, held: Payloads) -> tuple[Work, Raw]:
         """The work that decodes and merges the payloads of all units; and its result."""
@@ -66,26 +68,31 @@ class Codings:
         payloads = buffers.payloads(spec.stop, held.place)
         own = buffers.unit_payloads(payloads.buffer, spec.stop)
         sources = buffers.unit_payloads(held.buffer, spec.first)
-        recodings = []
+        recodings: list[Recoding] = []
+        residuals: list[Residual | None] = []
         for unit, source, payload, data in zip(buffers.units, sources, own, buffers.data(spec.stop), strict=True):
             numel = buffers.length(unit, spec.stop)
-            kept, seed = self.residual(kind, unit, numel, held.place), self.seed(kind, unit, spec.stop)
-            recodings.append(Recoding(compressor_of(unit), source[:, 0], kept, payload[0, 0], numel, seed, data.size))
+            residuals.append(self.residual(kind, unit, numel, held.place, EncodedForm(1, data.size)))
+            arguments = source[:, 0], tensor_of(residuals[-1]), payload[0, 0], numel, self.seed(kind, unit, spec.stop)
+            recodings.append(Recoding(compressor_of(unit), *arguments, data.size))
         work = bind_recodes(recodings, held.factor, self._seeds.added(spec.place))
-        return self._sparing(spec, [each.residual for each in recodings], work), payloads
+        return self._sparing(spec, residuals, work), payloads
 
-    def residual(self, kind: str, unit: Unit, numel: int, place: Place) -> torch.Tensor | None:
-        """The residual of an encoding, ``[states * numel]``; ``None`` if it keeps none.
+    def residual(self, kind: str, unit: Unit, numel: int, place: Place, rows: EncodedForm) -> Residual | None:
+        """The residual of an encoding, of ``states * numel`` values; ``None`` if it keeps none.
 
         Args:
             kind: kind of the residual.
             unit: the encoded unit.
             numel: number of encoded elements.
             place: place of the encoding.
+            rows: the payloads that it writes.
         """
         if not unit.plan.has_residual(kind):
             return None
-        return self._feedback.residual(kind, unit.plan.key, unit.plan.encoder(kind).traits.states * numel, place)
+        method = compressor_of(unit, kind)
+        form = rows if method.encodes_residuals else None
+        return self._feedback.residual(kind, unit.plan.key, method.traits.states * numel, place, form)
 
     def seed(self, kind: str, unit: Unit, index: int, *names: object) -> int:
         """A distinct seed for every unit, rank and encoding.
@@ -104,21 +111,24 @@ class Codings:
         sharer = "all" if unit.plan.compressor.traits.summable else rank
         return self._seeds.of(kind, sharer, unit.plan.key, *names)
 
-    def bind_encodes(self, spec: StageSpec, encodings: Sequence[Encoding], scale: float = 1.0) -> Work:
+    def bind_encodes(
+        self, spec: StageSpec, encodings: Sequence[Encoding], residuals: Sequence[Residual | None], scale: float = 1.0
+    ) -> Work:
         """The work that encodes all units, times ``scale``.
 
         Args:
             spec: the stage.
             encodings: an encoding for every unit.
+            residuals: the residual of each encoding.
             scale: factor of the payloads.
         """
         kind = kind_of(spec)
         encode = bind_encodes(encodings, scale, self._seeds.added(spec.place))
-        work = self._sparing(spec, [encoding.residual for encoding in encodings], encode)
+        work = self._sparing(spec, residuals, encode)
         keys = [unit.plan.key for unit in self._buffers.units]
-        return watched(self._feedback.watch, keys, encodings, work, scale) if kind == "worker" else work
+        return watched(self._feedback.watch, keys, encodings, residuals, work, scale) if kind == "worker" else work
 
-    def _sparing(self, spec: StageSpec, residuals: Sequence[torch.Tensor | None], encode: Work) -> Work:
+    def _sparing(self, spec: StageSpec, residuals: Sequence[Residual | None], encode: Work) -> Work:
         """``encode`` as work that does not send the residuals of units that this rank has not used.
 
         The gradient of such a unit is zero, or an old one, of which nothing may be lost. So it is encoded by itself,
@@ -132,26 +142,31 @@ class Codings:
         """
         unused, units = self._feedback.unused, self._buffers.units
         pairs = zip(units, residuals, strict=True)
-        kept = [(unit.plan.key, residual) for unit, residual in pairs if residual is not None]
+        kept = {unit.plan.key: residual for unit, residual in pairs if residual is not None}
         if not kept:
             return encode
-        is_own = not self._buffers.flow(spec.first).merged
+        is_own, tensors = not self._buffers.flow(spec.first).merged, [(key, each.tensor) for key, each in kept.items()]
 
         def work() -> None:
-            copies = unused.keep(kept)
-            spared = copies if is_own else []
-            for residual, _ in spared:
-                residual.zero_()
+            copies = unused.keep(tensors)
+            spared = copies if is_own else {}
+            for key in spared:
+                kept[key].zero()
             encode()
-            for residual, copy in spared:
-                residual.add_(copy)
+            for key, copy in spared.items():
+                kept[key].add(kept[key].with_tensor(copy))
 
         return work
 
 
-def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
+def tensor_of(residual: Residual | None) -> torch.Tensor | None:
+    """The tensor of a residual, if there is one."""
+    return None if residual is None else residual.tensor
+
+
+def _watchable(key: str, encoding: Encoding, residual: Residual | None, scale: float) -> Encoded | None:
     """The piece that an encoding encodes, times ``scale``; ``None`` if it has no error."""
-    traits, residual = encoding.compressor.traits, encoding.residual
+    traits = encoding.compressor.traits
     if not traits.averages:
         return None
     if residual is not None and traits.conserves and traits.states == 1:
@@ -160,11 +175,16 @@ def _watchable(key: str, encoding: Encoding, scale: float) -> Encoded | None:
     def decode(decoded: torch.Tensor) -> None:
         bind_decodes([Decoding(encoding.compressor, encoding.payload[None], decoded, encoding.size)], 1.0 / scale)()
 
-    return Decoded(key, encoding.grad, decode, residual, encoding.compressor.accumulate)
+    return Decoded(key, encoding.grad, decode, encoding.residual, encoding.compressor.accumulate)
 
 
 def watched(
-    watch: ProbeSchedule, keys: Sequence[str], encodings: Sequence[Encoding], encode: Work, scale: float = 1.0
+    watch: ProbeSchedule,
+    keys: Sequence[str],
+    encodings: Sequence[Encoding],
+    residuals: Sequence[Residual | None],
+    encode: Work,
+    scale: float = 1.0,
 ) -> Work:
     """``encode`` as work that takes norms of what it encodes as well, in steps of which these are wanted.
 
@@ -172,10 +192,11 @@ def watched(
         watch: takes the norms.
         keys: the name of the unit of each encoding.
         encodings: the encodings.
+        residuals: the residual of each encoding.
         encode: encodes them, times ``scale``.
         scale: the factor of the payloads.
     """
-    found = (_watchable(key, encoding, scale) for key, encoding in zip(keys, encodings, strict=True))
+    found = (_watchable(*each, scale) for each in zip(keys, encodings, residuals, strict=True))
     pieces = [piece for piece in found if piece is not None]
     if not pieces:
         return encode

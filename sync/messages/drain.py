@@ -9,8 +9,9 @@ import torch
 
 from ..communication.communicators import Communicators
 from ..plans.grouping import PlacedUnit
+from ..programs.residuals import ENCODINGS
 from ..resources.feedback import Feedback
-from ..states.unsent import unsent
+from ..states.unsent import taken
 from .message import DenseMessage, Message
 
 
@@ -34,12 +35,8 @@ class DrainMessage(Message):
         shares: bool,
     ) -> None:
         self._dense = DenseMessage(grad, [unit.plan.key for unit in units], communicators, shares)
-        self._unused, topology, rank = feedback.unused, communicators.topology, communicators.rank
-        self._unsent = [
-            (unit.plan.key, grad[unit.start : unit.stop], list(unsent(unit.plan, topology, rank, feedback.get)))
-            for unit in units
-        ]
-        self._residuals = [(key, each.values) for key, _, held in self._unsent for each in held]
+        self._feedback, self._of = feedback, (communicators.topology, communicators.rank)
+        self._units = [(unit.plan, grad[unit.start : unit.stop]) for unit in units]
         self.keys, self.sent_nbytes = self._dense.keys, self._dense.sent_nbytes
         (stage,) = self._dense.stages
         self.stages = (replace(stage, work=self._average, begin=None),)
@@ -47,10 +44,11 @@ class DrainMessage(Message):
     @torch.no_grad()
     def _average(self) -> None:
         self._dense.share()
-        self._unused.keep(self._residuals)  # they come back if no rank has used the unit
-        for _, piece, held in self._unsent:
-            for each in held:
+        for plan, piece in self._units:
+            residuals = [found for kind in ENCODINGS if (found := self._feedback.find(kind, plan.key)) is not None]
+            # they come back if no rank has used the unit
+            self._feedback.unused.keep((plan.key, each.tensor) for each in residuals)
+            for each in taken(plan, *self._of, self._feedback):
                 values = each.values.to(piece.device)
                 piece[each.start : each.start + values.numel()].add_(values, alpha=each.weight)
-                each.values.zero_()
         self._dense.all_reduce()

@@ -62,8 +62,8 @@ class LowRankMessage(Message):
         self._watched = [(unit.plan.key, unit.grad, _residual(feedback, unit)) for unit in matrices]
         self._readings: Readings | None = None  # if this step is watched
         residuals = [(unit.plan.key, _residual(feedback, unit)) for unit in units]
-        self._residuals = [(key, residual) for key, residual in residuals if residual is not None]
-        self._spared: list[tuple[torch.Tensor, torch.Tensor]] = []  # residuals of unused units, and copies of them
+        self._residuals = {key: residual for key, residual in residuals if residual is not None}
+        self._spared: dict[str, torch.Tensor] = {}  # copies of the residuals of unused units
         self._wires, factors, payloads = self._allocate(units[0].grad.device, matrices, exact)
         self._encode = [bind_encodes(map(self._encoding, exact, each), scale) for each in payloads]
         self._decode = [bind_decodes(map(_decoding, exact, each)) for each in payloads]
@@ -150,9 +150,9 @@ class LowRankMessage(Message):
             batch.keep[self._side(last_phase)]()
             batch.reconstruct()
         self._decode[self._side(0)]()
-        for residual, copy in self._spared:
-            residual.add_(copy)
-        self._spared = []
+        for key, copy in self._spared.items():
+            self._residuals[key].add_(copy)
+        self._spared = {}
         if self._readings is not None:
             for watched in self._watched:
                 self._readings.after(*watched)
@@ -160,9 +160,9 @@ class LowRankMessage(Message):
 
     def _begin(self, side: int) -> None:
         """Set the factors of a side to orthonormal bases of the kept factors, or of random ones."""
-        self._spared = self._feedback.unused.keep(self._residuals)
-        for residual, _ in self._spared:
-            residual.zero_()
+        self._spared = self._feedback.unused.keep(self._residuals.items())
+        for key in self._spared:
+            self._residuals[key].zero_()
         self._readings = self._feedback.watch.now
         if self._readings is not None:
             for watched in self._watched:
@@ -204,7 +204,7 @@ class _Batch:
         for index, unit in enumerate(units):
             for kind, numel in unit.plan.compressor.factor_sizes(unit.grad.numel()).items():
                 side = _KINDS.index(kind)
-                kept[side].append(feedback.residual(kind, unit.plan.key, numel).view_as(both[side][index]))
+                kept[side].append(feedback.residual(kind, unit.plan.key, numel).tensor.view_as(both[side][index]))
         # modulo 2**63, the range of seeds of the ops
         drawn = [seeds.of("factor", unit.plan.key) & SEED_MASK for unit in units]
         self.begin = [_bind_begin(both[side], kept[side], drawn, seeds.added()) for side in SIDES]
@@ -238,7 +238,7 @@ def _send_nothing() -> Wait:
 
 
 def _residual(feedback: Feedback, unit: Unit) -> torch.Tensor | None:
-    return feedback.residual("worker", unit.plan.key, unit.grad.numel()) if unit.plan.feedback else None
+    return feedback.residual("worker", unit.plan.key, unit.grad.numel()).tensor if unit.plan.feedback else None
 
 
 def _decoding(unit: Unit, payload: torch.Tensor) -> Decoding:

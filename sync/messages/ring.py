@@ -19,9 +19,10 @@ from gckernels.codec import Decoding, Encoding, chunk_bounds
 from ..programs.sizes import Data
 from ..programs.stages import StageSpec
 from ..programs.steps import Hop
+from ..resources.residual import EncodedForm, Residual
 from ..resources.workers import Work
 from .buffers import Buffers, Payloads, Raw, Travelling
-from .codings import Codings, kind_of
+from .codings import Codings, kind_of, tensor_of
 from .message import compressor_of
 
 
@@ -31,10 +32,12 @@ def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw)
     assert isinstance(step, Hop)
     payloads, data = buffers.payloads(spec.stop, held.place), buffers.data(spec.stop)
     memory = buffers.places.memory(held.place)
-    shard = (buffers.topology.index(step.level, buffers.rank) - 1) % buffers.topology.size(step.level)
+    ranks = buffers.topology.size(step.level)
+    shard = (buffers.topology.index(step.level, buffers.rank) - 1) % ranks
     totals = [torch.zeros(each.size, dtype=torch.float32, device=memory) for each in data]
     travelling = Travelling(payloads.buffer, place=held.place, pieces=held.pieces, totals=totals)
-    return _bind_encodes(buffers, codings, spec, travelling, shard, _shards(travelling, data, shard)), travelling
+    sources = _shards(travelling, data, shard)
+    return _bind_encodes(buffers, codings, spec, travelling, shard, ranks, sources), travelling
 
 
 def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -> tuple[Work, Payloads]:
@@ -54,7 +57,7 @@ def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travell
         for unit, source, total, each in zip(buffers.units, received, sums, data, strict=True)
     ]
     decode = bind_decodes(decodings, 1.0, accumulate=True)
-    encode = _bind_encodes(buffers, codings, spec, held, shard, sums)
+    encode = _bind_encodes(buffers, codings, spec, held, shard, ranks, sums)
 
     def work() -> None:
         torch._foreach_copy_(sums, mine)
@@ -73,19 +76,25 @@ def _shards(held: Travelling, data: Sequence[Data], shard: int) -> list[torch.Te
 
 
 def _bind_encodes(
-    buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling, shard: int, sources: Sequence[torch.Tensor]
+    buffers: Buffers,
+    codings: Codings,
+    spec: StageSpec,
+    held: Travelling,
+    shard: int,
+    ranks: int,
+    sources: Sequence[torch.Tensor],
 ) -> Work:
-    """The work that encodes ``sources``, a shard of each unit or a sum of it, into the buffer that travels."""
-    kind, encodings = kind_of(spec), []
+    """The work that encodes ``sources``, one of ``ranks`` shards of each unit or a sum of it, into the buffer that
+    travels."""
+    kind = kind_of(spec)
+    encodings: list[Encoding] = []
+    residuals: list[Residual | None] = []
     own = buffers.unit_payloads(held.buffer, spec.stop)
     for unit, piece, source, payload, data in zip(
         buffers.units, held.pieces, sources, own, buffers.data(spec.stop), strict=True
     ):
-        kept = codings.residual(kind, unit, piece.numel(), held.place)
-        if kept is not None:  # the residual has all states of one shard together, then those of the next
-            states = unit.plan.encoder(kind).traits.states
-            start, stop = chunk_bounds(piece.numel(), data.size, shard)
-            kept = kept[states * start : states * stop]
-        seed = codings.seed(kind, unit, spec.stop, shard)
-        encodings.append(Encoding(compressor_of(unit, kind), source, kept, payload[0], seed, data.size))
-    return codings.bind_encodes(spec, encodings)
+        whole = codings.residual(kind, unit, piece.numel(), held.place, EncodedForm(ranks, data.size))
+        method, seed = compressor_of(unit, kind), codings.seed(kind, unit, spec.stop, shard)
+        residuals.append(None if whole is None else whole.part(shard, data.size, method.traits.states))
+        encodings.append(Encoding(method, source, tensor_of(residuals[-1]), payload[0], seed, data.size))
+    return codings.bind_encodes(spec, encodings, residuals)

@@ -23,9 +23,10 @@ from ..programs.spans import SHARD
 from ..programs.stages import MessageKind, stages_of
 from ..programs.topology import Topology
 from ..resources.feedback import Feedback
+from ..resources.residual import EncodedForm, Residual
 from ..resources.stage import Stage
-from ..states.unsent import unsent
-from .codings import watched
+from ..states.unsent import taken
+from .codings import tensor_of, watched
 from .collectives import bind_all_to_all
 from .message import Message, compressor_names, compressor_of
 from .seeds import Seeds
@@ -62,21 +63,23 @@ class ShardMessage(Message):
         nbytes = ranks * sum(sizes)
         sent, received = room[:nbytes].view(ranks, -1), room[nbytes : 2 * nbytes].view(ranks, 1, -1)
         keys, encodings, decodings = [], [], []
+        residuals: list[Residual | None] = []
         for unit, start, size in zip(units, accumulate(sizes, initial=0), sizes, strict=False):
             method, row = compressor_of(unit), _row(unit)
             kept = None
             if unit.plan.has_residual("worker"):
-                kept = feedback.residual("worker", unit.plan.key, unit.plan.numel)
+                form = EncodedForm(ranks, row) if method.encodes_residuals else None
+                kept = feedback.residual("worker", unit.plan.key, unit.plan.numel, rows=form)
             for owner, first, last in shards_of(unit, ranks):
                 piece = rows[owner, unit.start : unit.start + last - first]
-                residual = None if kept is None else kept[first:last]
+                residuals.append(None if kept is None else kept.part(owner, row))
                 seed = seeds.of("worker", rank, unit.plan.key, owner)
                 payload = sent[owner : owner + 1, start : start + size]
                 keys.append(unit.plan.key)
-                encodings.append(Encoding(method, piece, residual, payload, seed, row))
+                encodings.append(Encoding(method, piece, tensor_of(residuals[-1]), payload, seed, row))
                 if owner == rank:
                     decodings.append(Decoding(method, received[:, :, start : start + size], piece, row))
-        encode = watched(feedback.watch, keys, encodings, bind_encodes(encodings, 1.0, seeds.added()))
+        encode = watched(feedback.watch, keys, encodings, residuals, bind_encodes(encodings, 1.0, seeds.added()))
         decode = bind_decodes(decodings, 1.0 / ranks) if decodings else lambda: None
         capabilities = Capabilities.of(units[0].plan.compressor)
         specs = stages_of(MessageKind.ENCODED, units[0].plan.program, capabilities, communicators.topology, span=SHARD)
@@ -109,9 +112,8 @@ def add_unsent(units: Sequence[PlacedUnit], rows: torch.Tensor, rank: int, feedb
     """Add what the residuals of some units hold to the gradient of this rank, ``[ranks, numel]``; they become zero."""
     ranks = rows.shape[0]
     for unit in units:
-        for each in unsent(unit.plan, Topology(ranks), rank, feedback.get):
+        for each in taken(unit.plan, Topology(ranks), rank, feedback):
             add_to_rows(unit, each.values, rows, each.weight * ranks)
-            each.values.zero_()
 
 
 def add_to_rows(unit: PlacedUnit, values: torch.Tensor, rows: torch.Tensor, factor: float = 1.0) -> None:

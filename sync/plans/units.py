@@ -104,6 +104,11 @@ class UnitPlan:
             return self.feedback
         return self.feedback and self.compressor.shard_compressor.traits.needs_feedback
 
+    @property
+    def encodes_residuals(self) -> bool:
+        """Whether the unit has residuals that may be in 8 bits."""
+        return self.feedback and isinstance(self.compressor, Codec) and self.compressor.encodes_residuals
+
     def encoder(self, kind: str) -> Compressor:
         """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
         return self.compressor if kind == "worker" else self.compressor.shard_compressor

@@ -24,6 +24,8 @@ from typing import TypeAlias
 
 import torch
 
+from .residual import Residual
+
 SKETCH = 256
 """The numbers of a sketch."""
 
@@ -35,22 +37,23 @@ class ProbedPiece:
     Attributes:
         key: name of its unit.
         source: the piece that is encoded, ``[numel]``.
-        residual: its residual, ``fp32 [numel]``.
+        residual: its residual.
     """
 
     key: str
     source: torch.Tensor
-    residual: torch.Tensor
+    residual: Residual
 
     def given(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The squared norms of the gradient and of all that is encoded, before it is encoded. Nothing is copied."""
-        gradient, residual = self.source.float(), self.residual
+        """The squared norms of the gradient and of all that is encoded, before it is encoded."""
+        gradient, residual = self.source.float(), self.residual.values()
         square = torch.dot(gradient, gradient)
         return square, square + 2 * torch.dot(gradient, residual) + torch.dot(residual, residual)
 
     def left(self) -> torch.Tensor:
         """The squared norm of what the encoding has left out, after it."""
-        return torch.dot(self.residual, self.residual)
+        residual = self.residual.values()
+        return torch.dot(residual, residual)
 
 
 class Decoded:

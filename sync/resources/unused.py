@@ -41,18 +41,18 @@ class Unused:
         self._keys |= keys
         self._sent |= keys if sends else set()
 
-    def keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copy the tensors of unused units before they change, and return those that are not to be sent, each with its
-        copy.
+    def keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Copy the tensors of unused units before they change, and return the copies of those that are not to be sent,
+        by the keys of their units.
 
         Args:
             tensors: residuals, parts of them, or others that are restored with them; with the keys of their units.
         """
         if not self._keys:
-            return []
+            return {}
         kept = [(key, tensor, tensor.clone()) for key, tensor in tensors if key in self._keys]
         self._copies += kept
-        return [(tensor, copy) for key, tensor, copy in kept if key not in self._sent]
+        return {key: copy for key, _, copy in kept if key not in self._sent}
 
     def restore(self, is_used: IsUsed) -> None:
         """Restore the residuals of the units that no rank has used in the step. The host waits for a device only if

@@ -16,7 +16,8 @@ from gckernels.compressor import Compressor
 from ..plans.plan import Plan, UnitPlan
 from ..programs.residuals import ENCODINGS
 from ..programs.topology import Topology
-from ..resources.feedback import KINDS
+from ..resources.feedback import KINDS, Feedback
+from ..resources.residual import Residual
 from .layout import FACTORS, RankState, kept_regions
 from .resharding import route
 
@@ -59,6 +60,23 @@ def unsent(unit: UnitPlan, topology: Topology, rank: int, kept: Kept) -> Iterato
             values = stretch.view(states, -1)[-1]
             yield Unsent(start, region.weight, values)
             start += values.numel()
+
+
+def taken(unit: UnitPlan, topology: Topology, rank: int, feedback: Feedback) -> Iterator[Unsent]:
+    """The stretches of :func:`unsent`, each of which becomes zero when the next one is asked for."""
+    held: list[tuple[Residual, torch.Tensor]] = []
+
+    def kept(kind: str, key: str) -> torch.Tensor | None:
+        if (residual := feedback.find(kind, key)) is None:
+            return None
+        held.append((residual, residual.values()))
+        return held[-1][1]
+
+    for each in unsent(unit, topology, rank, kept):
+        yield each
+        each.values.zero_()
+    for residual, values in held:
+        residual.write(values)
 
 
 def unsent_by_parameter(

@@ -49,11 +49,9 @@ class Figures:
 
     def _residual_square(self) -> torch.Tensor | None:
         """The square of the norm of all residuals of this rank, on its device; ``None`` without residuals."""
-        residuals = self._frontend.runtime.residuals()
-        if not residuals:
-            return None
-        squares = [torch.linalg.vector_norm(each).square().to(self._frontend.runtime.device) for each in residuals]
-        return torch.stack(squares).sum()
+        runtime = self._frontend.runtime
+        squares = [torch.linalg.vector_norm(each).square().to(runtime.device) for each in runtime.residuals()]
+        return torch.stack(squares).sum() if squares else None
 
     # ---------------------------------------------------------------- for dashboards
 

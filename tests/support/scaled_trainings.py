@@ -37,6 +37,7 @@ class Training:
         notified: bool = True,
         optimizers: Callable[[Any], list[torch.optim.Optimizer]] = lambda p: [torch.optim.SGD(p, lr=0.05)],
         can_discard: bool = False,
+        residual_bits: int = 32,
     ) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.module = build("Mlp")
@@ -46,7 +47,7 @@ class Training:
             self.parameters.items(), compressor, program=PROGRAMS[program], topology=where, world_size=self.world_size
         )
         settings: dict[str, Any] = {"grad_scaler": scaler} if notified else {}
-        settings["can_discard"] = can_discard
+        settings |= {"can_discard": can_discard, "residual_bits": residual_bits}
         self.poisoned = ""
         for name, parameter in self.parameters.items():
             parameter.register_hook(lambda grad, name=name: self._poison(name, grad))

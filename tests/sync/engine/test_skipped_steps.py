@@ -38,19 +38,19 @@ CASES = [
 ]
 
 
-def no_trace(front: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, float]]:
+def no_trace(front: str, cases: list[tuple[str, str]], bits: int = 32) -> list[tuple[str, str, float]]:
     """For every case the digest of a training with a scaler, whose scale grows and backs off. Then that of a training
     without one, which counts the skipped steps but does not see them, and the largest scale divided by the smallest."""
     found = []
     for (spec, program), optimizers in itertools.product(cases, (plain, fused)):
-        scaled = Training(front, spec, program, scaler_of(), optimizers=optimizers)
+        scaled = Training(front, spec, program, scaler_of(), optimizers=optimizers, residual_bits=bits)
         scales = set()
         for number in range(STEPS):
             before = scaled.residuals()
             scaled.step(number, scaled.skipped(number))
             scales.add(scaled.scaler.get_scale())
             assert same(scaled.residuals(), before) == (number in SKIPPED or number == 0), (spec, number)
-        unscaled = Training(front, spec, program, None, optimizers=optimizers)
+        unscaled = Training(front, spec, program, None, optimizers=optimizers, residual_bits=bits)
         for number in range(STEPS):
             if number in SKIPPED:
                 unscaled.attachment._frontend.runtime.step += 1
@@ -68,6 +68,12 @@ def no_trace(front: str, cases: list[tuple[str, str]]) -> list[tuple[str, str, f
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_training_goes_on_as_if_skipped_steps_had_not_been(front):
     for found in values_of(run_ranks(2, no_trace, front, CASES)):
+        for scaled, unscaled, range_of_scales in found:
+            assert scaled == unscaled and range_of_scales >= 4
+
+
+def test_residuals_in_8_bits_follow_the_scale():
+    for found in values_of(run_ranks(2, no_trace, FRONTS[0], [("BlockQuant(bits=4)", "alltoall")], 8)):
         for scaled, unscaled, range_of_scales in found:
             assert scaled == unscaled and range_of_scales >= 4
 

@@ -49,7 +49,7 @@ def test_a_residual_that_is_too_large_for_the_scale_is_there_again_when_that_has
     scaler = Shown(2.0)
     scale, feedback, parameter = remembering(scaler, torch.device("cpu"))
     begin(scale)
-    kept = feedback.residual("worker", "a", 4).copy_(torch.tensor([3e38, -1.0, 0.0, 2.5]))
+    kept = feedback.residual("worker", "a", 4).tensor.copy_(torch.tensor([3e38, -1.0, 0.0, 2.5]))
     before, optimizer = kept.clone(), torch.optim.SGD([parameter], lr=1.0)
     scale._note(optimizer)
     scaler.scale *= 2
@@ -69,7 +69,7 @@ def test_a_scale_that_scales_nothing_any_more_changes_no_residual(end):
     scaler = Shown(2.0)
     scale, feedback, _ = remembering(scaler, torch.device("cpu"))
     begin(scale)
-    kept = feedback.residual("worker", "a", 4).copy_(torch.arange(4.0))
+    kept = feedback.residual("worker", "a", 4).tensor.copy_(torch.arange(4.0))
     scaler.scale.fill_(end)
     begin(scale)
     scaler.scale.fill_(8.0)

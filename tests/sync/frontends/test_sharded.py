@@ -120,13 +120,13 @@ def test_shards_are_sent_to_their_ranks_alone():
             assert residuals == (4 * matrices if spec not in ("QSGD", "Cast16") else 0), spec
 
 
-def conserving(spec: str | None, leaves: bool, form: str) -> list[torch.Tensor]:
+def conserving(spec: str | None, leaves: bool, form: str, bits: int = 32) -> list[torch.Tensor]:
     """The shards after steps of SGD, the last of which send what residuals hold; those of a layer that is not used
     meanwhile come later."""
     torch.manual_seed(0)
     model: Any = Straight()
     split(model, (model.first, model), form)
-    attachment = None if spec is None else sync.attach(model, spec)
+    attachment = None if spec is None else sync.attach(model, spec, residual_bits=bits)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     for step in range(18 if leaves else 6):
         if attachment is not None and step == 4:
@@ -149,6 +149,15 @@ def test_nothing_is_lost(spec, leaves, form, ranks):
     trained = (values_of(run_ranks(ranks, conserving, each, leaves, form)) for each in (None, spec))
     for exact, sent in zip(*trained, strict=True):
         torch.testing.assert_close(sent, exact, rtol=1e-4, atol=1e-5)
+
+
+@FORMS
+def test_with_residuals_in_8_bits_little_is_lost(form, ranks):
+    """A step loses no more than the rounding of its residuals, which are a part of its gradients."""
+    trained = [values_of(run_ranks(ranks, conserving, QUANT, False, form, bits)) for bits in (32, 8)]
+    for exact, sent in zip(*trained, strict=True):
+        for one, other in zip(exact, sent, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-3, atol=2e-4)
 
 
 class Interrupted(Exception):

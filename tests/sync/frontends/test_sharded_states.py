@@ -18,12 +18,12 @@ QUANT = "BlockQuant(bits=4)"
 FORMS = pytest.mark.parametrize(("form", "ranks"), [("hsdp", 4), ("fsdp", 2)], ids=["hsdp", "fsdp"])
 
 
-def resumed(spec: str, path: str | None, form: str) -> tuple[str, str]:
+def resumed(spec: str, path: str | None, form: str, bits: int = 32) -> tuple[str, str]:
     """The digests of a training, and of one that was interrupted; with a path, DCP saves its residuals there."""
     setting, digests = SETTINGS["plain"], []
     for interrupted in (False, True):
         model = model_of(setting, form)
-        attachment, optimizer = sync.attach(model, spec), adamw(model)
+        attachment, optimizer = sync.attach(model, spec, residual_bits=bits), adamw(model)
         train(model, setting, range(3), optimizer)
         if interrupted:
             kept = [each.clone() for each in shards_of(model)]
@@ -35,7 +35,7 @@ def resumed(spec: str, path: str | None, form: str) -> tuple[str, str]:
             with torch.no_grad():
                 for parameter, each in zip(model.parameters(), kept, strict=True):
                     parameter.to_local().copy_(each)
-            attachment, optimizer = sync.attach(model, spec), adamw(model)
+            attachment, optimizer = sync.attach(model, spec, residual_bits=bits), adamw(model)
             optimizer.load_state_dict(states[0])
             if path is None:
                 attachment.load_state_dict(states[1])
@@ -50,10 +50,10 @@ def resumed(spec: str, path: str | None, form: str) -> tuple[str, str]:
 @FORMS
 @pytest.mark.parametrize("by_dcp", [False, True], ids=["own", "dcp"])
 def test_a_resumed_training_goes_on_bit_for_bit(by_dcp, form, ranks, tmp_path):
-    for spec in ("PowerSGD",) if form == "hsdp" else ("BlockQuant(bits=4)",):
-        path = str(tmp_path / spec) if by_dcp else None
-        for alone, again in values_of(run_ranks(ranks, resumed, spec, path, form)):
-            assert again == alone, spec
+    for spec, bits in [("PowerSGD", 32), (QUANT, 8)] if form == "hsdp" else [(QUANT, 32), (QUANT, 8)]:
+        path = str(tmp_path / f"{spec}, {bits}") if by_dcp else None
+        for alone, again in values_of(run_ranks(ranks, resumed, spec, path, form, bits)):
+            assert again == alone, (spec, bits)
 
 
 def as_ddp() -> Any:

@@ -204,9 +204,9 @@ def test_one_memory_has_no_places():
 
 def test_a_residual_is_where_its_encoding_is():
     feedback = Feedback(APART)
-    assert feedback.residual("worker", "a", 3).device == DEVICE
+    assert feedback.residual("worker", "a", 3).tensor.device == DEVICE
     kept = feedback.residual("worker", "b", 3, Place.HOST)
-    assert kept.device == HOST and feedback.residual("worker", "b", 3, Place.HOST) is kept
+    assert kept.tensor.device == HOST and feedback.residual("worker", "b", 3, Place.HOST) is kept
 
 
 # -------------------------------------------------------------------- training

@@ -7,6 +7,7 @@ import torch
 
 from gckernels.sync.resources.feedback import KINDS, Feedback
 from gckernels.sync.resources.memory_spaces import Places
+from gckernels.sync.resources.residual import EncodedForm, Residual
 
 NOTHING: dict = {kind: {} for kind in KINDS}
 
@@ -14,9 +15,9 @@ NOTHING: dict = {kind: {} for kind in KINDS}
 @pytest.fixture
 def feedback() -> Feedback:
     feedback = Feedback(Places.of(torch.device("cpu")))
-    feedback.residual("worker", "a", 5).copy_(torch.arange(5.0))
-    feedback.residual("shard", "a", 3).fill_(7.0)
-    feedback.residual("worker", "b", 2).fill_(-1.0)
+    feedback.residual("worker", "a", 5).tensor.copy_(torch.arange(5.0))
+    feedback.residual("shard", "a", 3).tensor.fill_(7.0)
+    feedback.residual("worker", "b", 2).tensor.fill_(-1.0)
     return feedback
 
 
@@ -29,16 +30,16 @@ def same(state: dict, other: dict) -> bool:
 
 
 def test_a_new_residual_is_zero_and_stays_the_same_tensor(feedback):
-    residual = feedback.residual("shard", "b", 4)
+    residual = feedback.residual("shard", "b", 4).tensor
     assert residual.dtype == torch.float32 and torch.equal(residual, torch.zeros(4))
     residual.fill_(2.0)
-    assert feedback.residual("shard", "b", 4) is residual
-    assert feedback.residual("worker", "b", 2) is not residual
+    assert feedback.residual("shard", "b", 4).tensor is residual
+    assert feedback.residual("worker", "b", 2).tensor is not residual
 
 
 def test_a_residual_of_no_elements():
     feedback = Feedback(Places.of(torch.device("cpu")))
-    assert feedback.residual("shard", "a", 0).shape == (0,)
+    assert feedback.residual("shard", "a", 0).tensor.shape == (0,)
     assert feedback.nbytes() == 0
     feedback.load_state_dict(feedback.state_dict())
 
@@ -58,23 +59,25 @@ def test_state_is_a_copy(feedback):
         "worker": ["a", "b"],
         "shard": ["a"],
     }
-    feedback.residual("worker", "a", 5).zero_()
+    feedback.residual("worker", "a", 5).tensor.zero_()
     assert torch.equal(state["worker"]["a"], torch.arange(5.0))
     state["shard"]["a"].zero_()
-    assert torch.equal(feedback.residual("shard", "a", 3), torch.full((3,), 7.0))
+    assert torch.equal(feedback.residual("shard", "a", 3).tensor, torch.full((3,), 7.0))
 
 
 def test_loading_keeps_the_tensors_and_takes_the_values(feedback):
     state = feedback.state_dict()
-    tensors = {name: feedback.residual("worker", name, numel) for name, numel in (("a", 5), ("b", 2))}
+    tensors = {name: feedback.residual("worker", name, numel).tensor for name, numel in (("a", 5), ("b", 2))}
     for tensor in tensors.values():
         tensor.fill_(99.0)
-    late = feedback.residual("worker", "late", 6)
+    late = feedback.residual("worker", "late", 6).tensor
     late.fill_(3.0)
     feedback.load_state_dict(state)
-    assert feedback.residual("worker", "a", 5) is tensors["a"] and torch.equal(tensors["a"], torch.arange(5.0))
-    assert feedback.residual("worker", "b", 2) is tensors["b"] and torch.equal(tensors["b"], torch.full((2,), -1.0))
-    assert feedback.residual("worker", "late", 6) is late and not late.any()  # zero, for the state has no such residual
+    assert feedback.residual("worker", "a", 5).tensor is tensors["a"] and torch.equal(tensors["a"], torch.arange(5.0))
+    assert feedback.residual("worker", "b", 2).tensor is tensors["b"]
+    assert torch.equal(tensors["b"], torch.full((2,), -1.0))
+    assert feedback.residual("worker", "late", 6).tensor is late
+    assert not late.any()  # zero, for the state has no such residual
     state["worker"]["a"].fill_(5.0)
     assert torch.equal(tensors["a"], torch.arange(5.0))  # the state is a copy
 
@@ -118,13 +121,13 @@ def test_a_state_that_does_not_fit_changes_nothing(feedback, change, message):
 @pytest.mark.parametrize("later", [False, True])
 def test_residuals_come_back_if_no_rank_has_used_the_unit(later):
     feedback = Feedback(Places.of(torch.device("cpu")))
-    residuals = {key: feedback.residual("worker", key, 4).fill_(1.0) for key in "abc"}
+    residuals = {key: feedback.residual("worker", key, 4).tensor.fill_(1.0) for key in "abc"}
     feedback.unused.begin()
-    assert feedback.unused.keep(residuals.items()) == []  # all are used
+    assert feedback.unused.keep(residuals.items()) == {}  # all are used
     feedback.unused.add("ab")
     feedback.unused.add("b", sends=True)
-    ((spared, copy),) = feedback.unused.keep(residuals.items())
-    assert spared is residuals["a"] and torch.equal(spared, copy)
+    ((spared, copy),) = feedback.unused.keep(residuals.items()).items()
+    assert spared == "a" and torch.equal(residuals["a"], copy)
     for residual in residuals.values():
         residual.fill_(2.0)
     used = torch.zeros(2)
@@ -132,3 +135,44 @@ def test_residuals_come_back_if_no_rank_has_used_the_unit(later):
     used[0] = 1
     found = feedback.state_dict()["worker"]  # it is needed
     assert {key: float(each[0]) for key, each in found.items()} == {"a": 2.0 if later else 1.0, "b": 1.0, "c": 2.0}
+
+
+# -------------------------------------------------------------------- residuals in 8 bits
+
+
+def test_a_residual_in_8_bits_changes_its_form_without_loss():
+    """States are fp32, and a loaded one gets its form when it is needed."""
+    feedback = Feedback(Places.of(torch.device("cpu")), bits=8)
+    rows, other = EncodedForm(2, 304), EncodedForm(3, 208)
+    residual = feedback.residual("worker", "a", 600, rows=rows)
+    assert residual.tensor.shape == (2, 16 + 304) and feedback.nbytes() == 2 * 320
+    residual.write(torch.randn(600))
+    values = feedback.get("worker", "a")
+    assert values is not None and values.dtype == torch.float32
+    state, kept = feedback.state_dict(), residual.tensor.clone()
+    assert torch.equal(state["worker"]["a"], values)
+    residual.zero()
+    assert not residual.values().any()
+    feedback.load_state_dict(state)
+    assert torch.equal(residual.tensor, kept)
+    again = Feedback(Places.of(torch.device("cpu")), bits=8)
+    again.load_state_dict(state)
+    assert torch.equal(again.residual("worker", "a", 600, rows=rows).tensor, kept)
+    assert again.residual("worker", "a", 600, rows=other).tensor.shape == (3, 16 + 208)
+    assert again.residual("worker", "a", 600).tensor.dtype == torch.float32  # for an encoding that takes fp32
+    plain = Feedback(Places.of(torch.device("cpu")))
+    assert plain.residual("worker", "a", 600, rows=rows).tensor.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [None, EncodedForm(3, 208)])
+def test_parts_of_a_residual_are_its_memory(rows):
+    residual = Residual.zeros(600, torch.device("cpu"), rows)
+    residual.write(torch.arange(600.0))
+    parts = [residual.part(chunk, 208) for chunk in range(3)]
+    assert torch.allclose(torch.cat([part.values() for part in parts]), torch.arange(600.0), atol=4.0)
+    before = residual.values().clone()
+    parts[1].add(parts[1].with_tensor(parts[1].tensor.clone()))
+    assert torch.equal(residual.values()[208:416], 2 * before[208:416])
+    parts[2].zero()
+    assert not residual.values()[416:].any()
+    assert torch.equal(residual.values()[:208], before[:208])

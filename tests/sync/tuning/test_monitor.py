@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gckernels import decode, encode, from_spec, sync
 from gckernels.sync.communication.ranks import Ranks
 from gckernels.sync.resources.error_probe import Decoded, ProbedPiece, ProbeSchedule, Readings
+from gckernels.sync.resources.residual import Residual
 from gckernels.sync.tuning.watching.monitor import Monitor, Window
 from ranks import run_ranks, values_of
 
@@ -212,7 +213,7 @@ def test_readings_of_nothing_are_zero():
     readings = Readings()
     assert torch.equal(readings.norms(["a", "b"], CPU), torch.zeros(3, 2))
     assert readings.norms([], CPU).shape == (3, 0)
-    readings.around([ProbedPiece("a", torch.full((4,), 2.0), torch.zeros(4))], lambda: None)
+    readings.around([ProbedPiece("a", torch.full((4,), 2.0), Residual(torch.zeros(4), 4))], lambda: None)
     assert readings.norms(["b", "a"], CPU).tolist() == [[0.0, 4.0], [0.0, 4.0], [0.0, 0.0]]
 
 
@@ -236,7 +237,7 @@ def windows_with_readings(gradient: float, residual: float) -> list[tuple[float,
         watch.begin_step(True)
         if watch.now is not None:
             kept = torch.zeros(1)
-            piece = ProbedPiece("a", torch.tensor([gradient]), kept)
+            piece = ProbedPiece("a", torch.tensor([gradient]), Residual(kept, 1))
             watch.now.around([piece], lambda kept=kept: kept.fill_(residual * dist.get_rank()))
         window = monitor.step_ended()
         if window is not None:

@@ -1,0 +1,103 @@
+"""A residual or factor of one unit: fp32, or in 8 bits (:mod:`gckernels.toolkit.residuals`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gckernels.codec import chunk_bounds
+from gckernels.toolkit.residuals import decode_residual, encode_residual, multiply_residual, residual_nbytes
+
+
+@dataclass(frozen=True)
+class EncodedForm:
+    """The form of a residual in 8 bits: a row for every payload of its unit.
+
+    Attributes:
+        chunks: the number of rows.
+        size: the elements that every row is laid out for.
+    """
+
+    chunks: int
+    size: int
+
+
+class Residual:
+    """Values that a unit keeps from step to step.
+
+    Args:
+        tensor: ``fp32 [numel]``, or with ``rows`` ``uint8 [chunks, residual_nbytes(size)]``, or one row of these.
+        numel: the number of values.
+        rows: the form in 8 bits; ``None`` for fp32.
+
+    Attributes:
+        tensor: what an encoding takes, and changes in place.
+        numel, rows: as given.
+    """
+
+    def __init__(self, tensor: torch.Tensor, numel: int, rows: EncodedForm | None = None) -> None:
+        self.tensor, self.numel, self.rows = tensor, numel, rows
+
+    @classmethod
+    def zeros(cls, numel: int, device: torch.device, rows: EncodedForm | None) -> Residual:
+        """A residual of zeros."""
+        if rows is None:
+            return cls(torch.zeros(numel, dtype=torch.float32, device=device), numel)
+        shape = rows.chunks, residual_nbytes(rows.size)
+        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), numel, rows)
+
+    def change(self, device: torch.device, rows: EncodedForm | None) -> None:
+        """Take another form, or go to another device. The tensor stays the same if nothing changes."""
+        if rows != self.rows:
+            values = self.values()
+            self.tensor = values if rows is None else encode_residual(values, rows.chunks, rows.size)
+            self.rows = rows
+        self.tensor = self.tensor.to(device)
+
+    def part(self, chunk: int, size: int, states: int = 1) -> Residual:
+        """The residual of one payload of the unit, in the same memory.
+
+        Args:
+            chunk: the number of the payload.
+            size: the elements of a payload.
+            states: the states of the compressor. The states of one payload lie together.
+        """
+        start, stop = chunk_bounds(self.numel // states, size, chunk)
+        numel = states * (stop - start)
+        if self.rows is None:
+            return Residual(self.tensor[states * start : states * stop], numel)
+        return Residual(self.tensor[chunk], numel, EncodedForm(1, size))
+
+    # ---------------------------------------------------------------- values
+
+    def values(self) -> torch.Tensor:
+        """The values, ``fp32 [numel]``: for fp32 their own memory, else decoded."""
+        return self.tensor if self.rows is None else decode_residual(self.tensor, self.numel, self.rows.size)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Replace the values by others, which may be what :meth:`values` has returned."""
+        if self.rows is not None:
+            self.tensor.copy_(encode_residual(values, self.rows.chunks, self.rows.size).view_as(self.tensor))
+        elif values is not self.tensor:
+            self.tensor.copy_(values)
+
+    def zero(self) -> None:
+        """Make all values zero."""
+        self.tensor.zero_()  # bytes of zeros are values of zero
+
+    def add(self, other: Residual) -> None:
+        """Add the values of a residual of the same form."""
+        if self.rows is None:
+            self.tensor.add_(other.tensor)
+        else:
+            self.write(self.values().add_(other.values()))
+
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiply values in 8 bits by a positive scalar, ``fp32 []`` on the same device. Powers of two are exact."""
+        assert self.rows is not None
+        multiply_residual(self.tensor, self.rows.size, factor)
+
+    def with_tensor(self, tensor: torch.Tensor) -> Residual:
+        """The residual of the same form with other memory."""
+        return Residual(tensor, self.numel, self.rows)
