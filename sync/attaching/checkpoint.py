@@ -152,7 +152,7 @@ class Checkpoint:
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
         """The job in the loaded ``state_dict``; raises :class:`ValueError` unless that is complete."""
-        rank, units = self._runtime.rank, {unit.key: unit for unit in job.plan.units}
+        rank, units = self._runtime.rank, job.plan.by_key
         own: RankState = {kind: {} for kind in KINDS}
         columns: RankState = {kind: {} for kind in ENCODINGS}
         parked: dict[str, torch.Tensor] = {}

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -112,6 +112,11 @@ class Plan:
     def span(self) -> Span:
         """The states between which its programs go."""
         return MEAN if self.frontend is None else self.frontend.span
+
+    @functools.cached_property
+    def by_key(self) -> Mapping[str, UnitPlan]:
+        """The units by their keys."""
+        return {unit.key: unit for unit in self.units}
 
     def with_units(self, units: Iterable[UnitPlan]) -> Plan:
         """The plan with other units, and without its prediction, unless the units are the same."""

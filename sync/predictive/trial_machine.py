@@ -59,7 +59,6 @@ def stage_times(plan: Plan, step: RecordedStep) -> list[StageTime]:
         plan: the plan that has run.
         step: the step.
     """
-    compressors = {unit.key: unit for unit in plan.units}
     found = []
     for stage in sorted(step.stages, key=lambda stage: (stage.message, stage.start_s)):
         seconds = stage.end_s - stage.start_s
@@ -67,7 +66,7 @@ def stage_times(plan: Plan, step: RecordedStep) -> list[StageTime]:
             name = "AllReduce" if stage.kind == StageKind.AVERAGE else stage.name.partition("(")[0]
             found.append(StageTime(name, "", stage.sent_nbytes, seconds))
         elif stage.kind in _CODINGS:
-            method = unfitted(max((compressors[key] for key in stage.units), key=lambda unit: unit.numel).compressor)
+            method = unfitted(max((plan.by_key[key] for key in stage.units), key=lambda unit: unit.numel).compressor)
             moved = stage.elements * moved_nbytes_per_element(stage.kind, method, _sources(method, stage))
             found.append(StageTime(stage.kind.value, str(method), moved, seconds))
     return found

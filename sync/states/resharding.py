@@ -53,10 +53,9 @@ def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> RankState:
         ValueError: the plans do not fit, or the states of other ranks are needed.
     """
     check_fit(job.plan, plan)
-    before = {unit.key: unit for unit in job.plan.units}
     found: RankState = {kind: {} for kind in KINDS}
     for unit in plan.units:
-        old = before[unit.key]
+        old = job.plan.by_key[unit.key]
         stays = route(old, job.topology) == route(unit, topology)
         own = job.feedback[rank] if stays else next(iter(job.feedback.values()))  # factors are the same on all ranks
         for kind in KINDS if stays else FACTORS:
@@ -107,7 +106,7 @@ def _has_room(encoding: EncodedRegion | None, piece: EncodedRegion) -> bool:
 
 def check_fit(old_plan: Plan, new_plan: Plan) -> None:
     """Raise :class:`ValueError` unless both plans have the same units, with the same compressors."""
-    before, after = ({unit.key: unit for unit in plan.units} for plan in (old_plan, new_plan))
+    before, after = old_plan.by_key, new_plan.by_key
     for key in [*before, *after]:
         if key not in after or key not in before:
             raise ValueError(f"state: {key} is a unit of the {'saved' if key in before else 'current'} plan only")

@@ -130,10 +130,9 @@ def carried(old: Plan, new: Plan, world_size: int, rank: int, state: RankState) 
         The keys of the units, the same on all ranks that have the same ``state`` entries; and their states.
     """
     before, after = old.topology_of(world_size), new.topology_of(world_size)
-    units = {unit.key: unit for unit in old.units}
     keys, found = set(), {kind: dict[str, torch.Tensor]() for kind in KINDS}
     for unit in new.units:
-        known = units.get(unit.key)
+        known = old.by_key.get(unit.key)
         if known is None or not _stays(known, before, unit, after) or not _has_memory(unit):
             continue
         for each in unsent(unit, after, rank, lambda kind, key: state[kind].get(key)):

@@ -158,11 +158,10 @@ def judged(problem: Problem, plan: Plan) -> Timeline:
 
 def _messages(problem: Problem, plan: Plan, found: Timeline) -> list[MessageCost]:
     """The messages of a timeline, in the order of their submission."""
-    units = {unit.key: unit for unit in plan.units}
     costs = []
     for number, group in itertools.groupby(found.stages, lambda stage: stage.message):
         stages = tuple(group)
-        launch, mine = found.launches[stages[0].launch], [units[key] for key in stages[0].keys]
+        launch, mine = found.launches[stages[0].launch], [plan.by_key[key] for key in stages[0].keys]
         seconds = _seconds(stages)
         specs = (short_spec(unit.compressor) for unit in mine if not isinstance(unit.compressor, Identity))
         cost = MessageCost(

@@ -147,7 +147,7 @@ def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan], ban
         )
         for name, found in timelines.items()
     ]
-    one, other = ({unit.key: unit for unit in plan.units} for plan in plans.values())
+    one, other = (plan.by_key for plan in plans.values())
     differing = [key for key in one if one[key] != other.get(key)]
     few = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
     heads = ("plan", band.column, "backward", "exposed", "messages", "busiest")

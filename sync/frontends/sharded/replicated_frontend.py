@@ -88,7 +88,7 @@ class ReplicatedFrontend(ShardedFrontend):
         """
         if not self.is_open:
             return False
-        runtime, shards = self._begun(), tuple(self._groups[index].shards())
+        runtime, shards = self._begun(), self._groups[index].shards()
         if vector.numel() != sum(shard.row for shard in shards):
             return False
         self._deliver(shards, vector)

@@ -52,6 +52,8 @@ class ShardGroup:
         self._group, self._state = weakref.ref(group), weakref.ref(state)
         self._names = [names[id(each._module_info.module), each._module_info.param_name] for each in group.fsdp_params]
         self.mesh: DeviceMesh = group.mesh_info.mesh
+        self._trained: list[bool] | None = None  # which parameters were not frozen when shards were listed
+        self._shards: tuple[Shard, ...] = ()
 
     @property
     def _alive(self) -> Any:
@@ -162,11 +164,18 @@ class ShardGroup:
         rows = zip(self.parameters().items(), self.rows(), strict=True)
         return {name: min(index * row, parameter.numel()) for (name, parameter), row in rows}
 
-    def shards(self) -> Iterator[Shard]:
-        """The shards of the parameters that are not frozen, in the order in which FSDP reduces them."""
+    def shards(self) -> tuple[Shard, ...]:
+        """The shards of the parameters that are not frozen, in the order in which FSDP reduces them. They are listed
+        anew when parameters are frozen or thawed."""
+        trained = [each.sharded_param.requires_grad for each in self._alive.fsdp_params]
+        if trained != self._trained:
+            self._trained, self._shards = trained, tuple(self._listed(trained))
+        return self._shards
+
+    def _listed(self, trained: list[bool]) -> Iterator[Shard]:
         start = 0
-        for name, each in zip(self._names, self._alive.fsdp_params, strict=True):
-            if each.sharded_param.requires_grad:
+        for name, each, is_trained in zip(self._names, self._alive.fsdp_params, trained, strict=True):
+            if is_trained:
                 row = each.padded_sharded_param_size.numel()
                 yield Shard(name, start, each.sharded_size.numel(), row)
                 start += row

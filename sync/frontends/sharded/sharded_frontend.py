@@ -139,13 +139,12 @@ class ShardedFrontend(ModelFrontend):
     def _bound(self, runtime: Runtime, index: int, buffer: torch.Tensor) -> ShardBucket:
         """The shards of a group in a buffer, with their messages."""
         units = self._units(runtime, index)
-        shards = tuple(self._groups[index].shards())
+        shards = self._groups[index].shards()
         return ShardBucket(shards, buffer, self._messages(runtime, index, buffer, units))
 
     def _units(self, runtime: Runtime, index: int) -> list[PlacedUnit]:
         """The units of a group with their places in a buffer."""
-        plans = {unit.parameter: unit for unit in runtime.plan.units}
-        return [self._placed(plans[shard.name], shard) for shard in self._groups[index].shards()]
+        return [self._placed(runtime.plan.by_key[shard.name], shard) for shard in self._groups[index].shards()]
 
     @abstractmethod
     def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
@@ -159,7 +158,7 @@ class ShardedFrontend(ModelFrontend):
 
     def _bucket(self, index: int, buffer: torch.Tensor) -> ShardBucket:
         """The shards of a group, which lie in a buffer now."""
-        bucket, shards = self._buckets.get(index), tuple(self._groups[index].shards())
+        bucket, shards = self._buckets.get(index), self._groups[index].shards()
         if bucket is None or bucket.shards != shards or bucket.buffer.dtype != buffer.dtype:
             bucket = self._buckets[index] = self._bound(self.runtime, index, buffer)
         return bucket

@@ -70,11 +70,10 @@ def errors_of(plan: Plan, faults: Iterable[Fault]) -> dict[tuple[str, str], floa
         plan: the plan that had the faults.
         faults: the faults.
     """
-    units = {unit.key: unit for unit in plan.units}
     return {
-        (name, str(unfitted(units[fault.key].compressor))): max(fault.error, ANY_ERROR)
+        (name, str(unfitted(plan.by_key[fault.key].compressor))): max(fault.error, ANY_ERROR)
         for fault in faults
-        for name in units[fault.key].parameters
+        for name in plan.by_key[fault.key].parameters
     }
 
 
