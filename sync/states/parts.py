@@ -56,12 +56,12 @@ def read_states(states: Sequence[Any], plan: Plan, part: ModelPart | None) -> Jo
         part: the part of the parameters that it has; ``None`` for all of them.
 
     Raises:
-        ValueError: as :func:`~.jobs.read_job`; or a part is missing, or has elements that are not together.
+        ValueError: as :func:`~.jobs.read_job`; or a part is damaged or missing, or has elements that are not together.
     """
-    saved = {tuple(each) for state in states if isinstance(state, dict) and (each := state.get("part")) is not None}
-    if part is not None and saved and all(count == part.count for _, count in saved):
-        return read_job([state for state in states if state.get("part") == part.entry])
-    whole = _joined(states) if saved else read_job(states)
+    jobs = _jobs(states)
+    if len(jobs) == (1 if part is None else part.count):
+        return jobs[0 if part is None else part.index]
+    whole = _joined(jobs) if len(jobs) > 1 else jobs[0]
     if part is None:
         return whole
     if part.starts is None:
@@ -72,23 +72,64 @@ def read_states(states: Sequence[Any], plan: Plan, part: ModelPart | None) -> Jo
     return _cut(whole, plan, part.starts)
 
 
-def _joined(states: Sequence[Any]) -> Job:
-    """The job of one rank with everything that the jobs of all parts hold."""
+def _jobs(states: Sequence[Any]) -> list[Job]:
+    """The jobs of all parts in their order; a single one if ranks have whole parameters."""
     by_part: dict[int, list[Any]] = {}
-    counts = {tuple(state.get("part", (0, 0)))[1] for state in states}
-    for state in states:
-        by_part.setdefault(state.get("part", (0, 0))[0], []).append(state)
-    (count, *others) = counts
-    if others or len(by_part) < count:
-        raise ValueError(f"states: the states of {len(by_part)} parts are given, the job had {max(counts)}")
-    jobs = [read_job(by_part[index]) for index in sorted(by_part)]
+    first_count = 1
+    for number, state in enumerate(states):
+        try:
+            index, count = _part_of(state)
+        except ValueError as error:
+            raise ValueError(f"states[{number}]: {error}") from None
+        if number == 0:
+            first_count = count
+        if count != first_count:
+            raise ValueError(
+                f"states: states[0] and states[{number}] differ in the count of parts: {first_count} and {count}"
+            )
+        by_part.setdefault(index, []).append(state)
+    if first_count == 1:
+        return [read_job(states)]
+    jobs = []
+    for index in range(first_count):
+        if index not in by_part:
+            raise ValueError(f"states: the states of part {index} of {first_count} are missing")
+        try:
+            jobs.append(read_job(by_part[index]))
+        except ValueError as error:
+            raise ValueError(f"part {index} of {first_count}: {error}") from error
+        if jobs[index].step != jobs[0].step:
+            raise ValueError(f"states: the parts are not of one step: {jobs[0].step} and {jobs[index].step}")
+        if _described(jobs[index].plan) != _described(jobs[0].plan):
+            raise ValueError(f"states: parts 0 and {index} differ in units, their feedback or compressors")
+    return jobs
+
+
+def _part_of(state: Any) -> tuple[int, int]:
+    """The number of the part of a state, and the count of parts."""
+    if not isinstance(state, dict):
+        raise ValueError(f"expected a dict, got {type(state).__name__}")
+    match state.get("part", [0, 1]):
+        case [int(index), int(count)] if type(index) is type(count) is int and 0 <= index < count:
+            return index, count
+        case other:
+            raise ValueError(f"part must be two ints, a number and the count of parts, got {other!r}")
+
+
+def _described(plan: Plan) -> list[tuple[Any, ...]]:
+    """The entries of units that are the same in the plans of all parts."""
+    return [
+        (unit.key, unit.compressor.name, unit.compressor.traits.states, unit.feedback, unit.in_place)
+        for unit in plan.units
+    ]
+
+
+def _joined(jobs: Sequence[Job]) -> Job:
+    """The job of one rank with everything that the jobs of all parts hold."""
     first = jobs[0]
-    if any(job.step != first.step for job in jobs):
-        raise ValueError("states: the parts are not of one step")
-    by_key = [{unit.key: unit for unit in job.plan.units} for job in jobs]
     units, masses = [], dict[str, torch.Tensor]()
     for unit in first.plan.units:
-        pieces = [found[unit.key] for found in by_key]
+        pieces = [job.plan.by_key[unit.key] for job in jobs]
         units.append(_alone(unit, sum(piece.numel for piece in pieces)))
         held = [_mass(job, piece) for job, piece in zip(jobs, pieces, strict=True)]
         if any(mass is not None for mass in held):
@@ -97,18 +138,15 @@ def _joined(states: Sequence[Any]) -> Job:
             each = (none if mass is None else mass for mass, none in zip(held, empty, strict=True))
             masses[unit.key] = torch.cat(list(each), dim=1)
     names = {name for job in jobs for name in job.parked_sizes}
-    parked = {
-        name: torch.cat([_parked(job, name, piece) for job, piece in zip(jobs, by_key, strict=True)]) for name in names
-    }
+    parked = {name: torch.cat([_parked(job, name) for job in jobs]) for name in names}
     return _job(first, units, masses, parked)
 
 
 def _cut(job: Job, plan: Plan, starts: Mapping[str, int]) -> Job:
     """The job of one rank with the part of another job that a rank has."""
-    before = {unit.key: unit for unit in job.plan.units}
     units, masses = [], dict[str, torch.Tensor]()
     for unit in plan.units:
-        if (old := before.get(unit.key)) is None:
+        if (old := job.plan.by_key.get(unit.key)) is None:
             continue  # which is refused later
         start = starts[unit.parameter]
         units.append(_alone(old, unit.numel))
@@ -134,9 +172,9 @@ def _mass(job: Job, unit: UnitPlan) -> torch.Tensor | None:
     return masses.get(_FIRST)
 
 
-def _parked(job: Job, name: str, units: Mapping[str, UnitPlan]) -> torch.Tensor:
+def _parked(job: Job, name: str) -> torch.Tensor:
     """The mean of what is parked of a parameter, or zeros."""
-    numel = sum(unit.numel for unit in units.values() if unit.parameter == name)
+    numel = sum(unit.numel for unit in job.plan.units if unit.parameter == name)
     found = job.parked_part(0, 0).get(name)
     return torch.zeros(numel, dtype=torch.float32, device="cpu") if found is None else found
 

@@ -13,6 +13,7 @@ from gckernels import DGC, BlockQuant, EFSignSGD
 from gckernels.sync import Plan, Topology
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL, PARAMETER_SERVER
 from gckernels.sync.states.jobs import read_job
+from gckernels.sync.states.parts import ModelPart, read_states
 from gckernels.sync.states.resharding import reshard
 from resharded_jobs import NUMELS, plan_of, saved
 
@@ -99,6 +100,59 @@ def damaged(change: str, states: list[dict[str, Any]]) -> Any:
 def test_a_damaged_list_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         read_job(damaged(change, saved(plan_of(ALLTOALL, EFSignSGD()), 3)))
+
+
+def _of_parts(change: Any) -> list[Any]:
+    """The states of two jobs of two ranks, which have a part each; the last state is changed."""
+    states: list[Any] = [
+        state | {"part": [index, 2]}
+        for index in range(2)
+        for state in saved(plan_of(ALLTOALL, EFSignSGD(), (5 - index, 100)), 2)
+    ]
+    last = states.pop()
+    if not callable(change):
+        return [*states, last | {"part": change}]
+    changed = change(last)
+    return states if changed is None else [*states, changed]
+
+
+@pytest.mark.parametrize("part", [None, ModelPart(0, 2, None)], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (5, r"states\[3\]: part must be two ints, a number and the count of parts, got 5"),
+        ("12", r"states\[3\]: part must be"),
+        ([1], r"states\[3\]: part must be"),
+        ([1, 2, 3], r"states\[3\]: part must be"),
+        ([2, 2], r"states\[3\]: part must be"),
+        ([-1, 2], r"states\[3\]: part must be"),
+        ([True, 2], r"states\[3\]: part must be"),
+        ([1.0, 2], r"states\[3\]: part must be"),
+        ([torch.zeros(1), 2], r"states\[3\]: part must be"),
+        (None, r"states\[3\]: part must be"),
+        ([1, 3], r"states\[0\] and states\[3\] differ in the count of parts: 2 and 3"),
+        (lambda state: {key: state[key] for key in state if key != "part"}, "differ in the count of parts: 2 and 1"),
+        (lambda state: None, "part 1 of 2: .*the state of rank 1 of 2 is missing"),
+        (lambda state: 3, r"states\[3\]: expected a dict, got int"),
+        (lambda state: state | {"step": 5}, "part 1 of 2: .*differ in step: 4 and 5"),
+    ],
+)
+def test_a_damaged_list_of_parts_is_refused(change, message, part):
+    with pytest.raises(ValueError, match=message):
+        read_states(_of_parts(change), plan_of(ALLTOALL, EFSignSGD(), (5, 100)), part)
+
+
+def test_parts_that_do_not_fit_each_other_are_refused():
+    plan = plan_of(ALLTOALL, EFSignSGD(), (5, 100))
+    (first,) = saved(plan, 1)
+    (second,) = saved(plan_of(ALLTOALL, EFSignSGD(), (5,)), 1)
+    for states, message in (
+        ([first | {"part": [0, 2]}], "the states of part 1 of 2 are missing"),
+        ([first | {"part": [0, 2]}, first | {"part": [1, 2], "step": 5}], "the parts are not of one step"),
+        ([first | {"part": [0, 2]}, second | {"part": [1, 2]}], "parts 0 and 1 differ in units"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_states(states, plan, None)
 
 
 @pytest.mark.parametrize(
