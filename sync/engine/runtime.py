@@ -20,7 +20,7 @@ from ..communication.communicators import Communicators
 from ..messages.build import build_message
 from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
-from ..messages.shards import add_unsent, room_nbytes
+from ..messages.shards import add_unsent
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
 from ..programs.residuals import ENCODINGS
@@ -28,6 +28,7 @@ from ..programs.rules import sites
 from ..programs.stages import Resource
 from ..programs.steps import Place
 from ..resources.lanes import DeviceLanes
+from ..resources.memory_spaces import Allocate, BufferArena
 from ..resources.workers import Token
 from .compilation import compile_host
 from .engine import Engine
@@ -99,6 +100,7 @@ class Runtime(RuntimeState):
         self.watch, self.unused = self._feedback.watch, self._feedback.unused
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
         self._communicators: Communicators | None = None
+        self._arenas: dict[int, BufferArena] = {}
         if self.world_size > 1 and synchronises:
             programs = {unit.program for unit in plan.units if not unit.in_place}
             wanted = {site for program in programs for site in sites(program)}
@@ -126,6 +128,10 @@ class Runtime(RuntimeState):
         return None if communicators is None or communicators.offloads else communicators.averaging
 
     # ---------------------------------------------------------------- messages
+
+    def arena(self, number: int) -> BufferArena:
+        """The arena with a number, for messages of which only one bucket is on its way at a time."""
+        return self._arenas.setdefault(number, BufferArena(self._places))
 
     @property
     def milestone(self) -> int | None:
@@ -163,7 +169,7 @@ class Runtime(RuntimeState):
         buffer: torch.Tensor,
         units: Sequence[PlacedUnit],
         shares: bool = False,
-        room: torch.Tensor | None = None,
+        arena: BufferArena | None = None,
     ) -> list[Message]:
         """The messages of a bucket for the current step.
 
@@ -172,12 +178,14 @@ class Runtime(RuntimeState):
             units: all units in it.
             shares: whether stretches that are averaged in place have already been multiplied by :attr:`share` when they
                 are submitted. In an exact step, that is the whole bucket.
-            room: if the means end in shards, memory for payloads, which these messages share with others.
+            arena: memory for the buffers of these messages, which they share with those of other buckets; by default
+                each has memory of its own.
         """
         communicators, engine = self._communicators, self._engine
         if communicators is None or engine is None:
             return []
-        built = self._built(communicators, buffer, units, shares, room)
+        bind = functools.partial(self._built, communicators, buffer, units, shares)
+        built = bind() if arena is None else arena.build(functools.partial(bind, arena.take))
         for message in built:
             engine.prepare(message)
         return built
@@ -188,7 +196,7 @@ class Runtime(RuntimeState):
         buffer: torch.Tensor,
         units: Sequence[PlacedUnit],
         shares: bool,
-        room: torch.Tensor | None,
+        allocate: Allocate | None = None,
     ) -> list[Message]:
         if self.milestone == _DRAINS:
             return [DrainMessage(buffer, units, communicators, self._feedback, shares)]
@@ -199,12 +207,7 @@ class Runtime(RuntimeState):
             step = self._schedule_step
             specs = group_units([replace(unit, plan=unit.plan.at_step(step)) for unit in units], self.plan.channels)
         bound = (communicators, self._feedback, self._seeds)
-        if room is not None:
-            sizes = [room_nbytes(spec.units, self.world_size) for spec in specs]
-            rooms = torch.split(room[: sum(sizes)], sizes)
-            pairs = zip(specs, rooms, strict=True)
-            return [build_message(spec, buffer, *bound, room=own) for spec, own in pairs]
-        return [build_message(spec, buffer, *bound, shares=shares) for spec in specs]
+        return [build_message(spec, buffer, *bound, shares, allocate) for spec in specs]
 
     def begin_step(self) -> None:
         """Begin a training step. Called before its first messages are submitted."""

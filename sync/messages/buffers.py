@@ -18,6 +18,7 @@ from ..programs.rules import Flow
 from ..programs.sizes import Data, sent_nbytes, sizes_of
 from ..programs.stages import StageSpec, takes_part
 from ..programs.steps import Place
+from ..resources.memory_spaces import Allocate
 from ..resources.stage import Issue, Stage
 from ..resources.workers import Work
 from .message import Unit
@@ -95,9 +96,10 @@ class Buffers:
     Args:
         units: units with the same program, dtype and root.
         communicators: the process groups of this rank.
+        allocate: makes the buffers; by default each has memory of its own.
 
     Attributes:
-        units: as given.
+        units, allocate: as given.
         program: the program of all units.
         topology: topology of the ranks.
         places: the memories of this rank.
@@ -106,7 +108,8 @@ class Buffers:
         capabilities: capabilities of the first unit's compressor.
     """
 
-    def __init__(self, units: Sequence[Unit], communicators: Communicators) -> None:
+    def __init__(self, units: Sequence[Unit], communicators: Communicators, allocate: Allocate | None = None) -> None:
+        self.allocate = allocate or communicators.places.zeros
         self.units, self.program = tuple(units), units[0].plan.program
         self.places, self.topology, self.rank = communicators.places, communicators.topology, communicators.rank
         self.root = units[0].plan.root
@@ -167,7 +170,7 @@ class Buffers:
         """Pieces for the raw data before step ``index``, in ``vector`` or in a new vector at ``place``."""
         data = self.data(index)
         if vector is None:
-            vector = self.places.zeros([sum(each.numel for each in data)], data[0].dtype, place)
+            vector = self.allocate([sum(each.numel for each in data)], data[0].dtype, place)
         rooms = torch.split(vector, [each.numel for each in data])
         pieces = [room[: self.length(unit, index)] for unit, room in zip(self.units, rooms, strict=True)]
         return Raw(pieces, vector, place)
@@ -202,7 +205,7 @@ class Buffers:
         data = self.data(index)
         nbytes = sum(each.nbytes // (each.sources * each.chunks) for each in data)
         shape = (data[0].sources, data[0].chunks, nbytes)
-        return Payloads(self.places.zeros(shape, torch.uint8, place), place=place)
+        return Payloads(self.allocate(shape, torch.uint8, place), place=place)
 
     def unit_payloads(self, buffer: torch.Tensor, index: int) -> Sequence[torch.Tensor]:
         """The payloads of each unit, ``[sources, chunks, nbytes]``, in a buffer of those before step ``index``."""
@@ -218,7 +221,7 @@ class Buffers:
             The new data, the tensors to copy from, and the tensors to copy to.
         """
         if isinstance(held, Payloads):
-            buffer = self.places.zeros(held.buffer.shape, torch.uint8, place)
+            buffer = self.allocate(held.buffer.shape, torch.uint8, place)
             return replace(held, buffer=buffer, place=place), [held.buffer], [buffer]
         held = self.pieces(held, index)
         there = self.target(index, place)

@@ -11,6 +11,7 @@ from ..plans.grouping import MessageSpec
 from ..programs.named import SHARDS
 from ..programs.stages import MessageKind
 from ..resources.feedback import Feedback
+from ..resources.memory_spaces import Allocate
 from .encoded import EncodedMessage
 from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
@@ -25,9 +26,9 @@ def build_message(
     feedback: Feedback,
     seeds: Seeds,
     shares: bool = False,
-    room: torch.Tensor | None = None,
+    allocate: Allocate | None = None,
 ) -> Message:
-    """The message that a spec describes, with new buffers.
+    """The message that a spec describes.
 
     Args:
         spec: the spec.
@@ -36,18 +37,17 @@ def build_message(
         feedback: the residuals and factors.
         seeds: the seeds of the stochastic compressors.
         shares: as for :class:`~.message.DenseMessage`.
-        room: as for :class:`~.shards.ShardMessage`.
+        allocate: makes the buffers of the message; by default each has memory of its own.
     """
     if spec.program == SHARDS:
-        assert room is not None
-        return ShardMessage(spec.units, buffer, room, communicators, feedback, seeds, spec.channel)
+        return ShardMessage(spec.units, buffer, communicators, feedback, seeds, spec.channel, allocate)
     if spec.kind == MessageKind.IN_PLACE:
         return DenseMessage(buffer[spec.start : spec.stop], spec.keys, communicators, shares)
     units = [Unit(unit.plan, buffer[unit.start : unit.stop]) for unit in spec.units]
     match spec.kind:
         case MessageKind.ENCODED:
-            return EncodedMessage(units, communicators, feedback, seeds, spec.channel)
+            return EncodedMessage(units, communicators, feedback, seeds, spec.channel, allocate)
         case MessageKind.LOW_RANK:
-            return LowRankMessage(units, communicators, feedback, seeds)
+            return LowRankMessage(units, communicators, feedback, seeds, allocate)
         case _:
             assert_never(spec.kind)

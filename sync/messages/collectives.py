@@ -1,6 +1,6 @@
 """Collectives bound to their buffers.
 
-:func:`bind_collective` allocates the buffer to receive into, and returns it with a function that issues the collective
+:func:`bind_collective` takes a buffer to receive into, and returns it with a function that issues the collective
 and returns one that waits for its end. Payloads of several units travel side by side in one buffer, ``uint8 [sources,
 chunks, nbytes]``; raw data travels in one vector for each chunk.
 Exchanges over a link with connections for both directions are those of :mod:`~gckernels.sync.messages.exchanges`;
@@ -9,7 +9,7 @@ everything else is a collective of ``torch.distributed``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, assert_never
 
@@ -22,9 +22,12 @@ from ..programs.steps import AllGather, AllReduce, AllToAll, Broadcast, Collecti
 from ..resources.stage import Issue, Wait
 from . import exchanges
 
+New = Callable[[Sequence[int]], torch.Tensor]
+"""A function that returns a buffer with a shape, of the dtype of the data to send and in the same memory."""
+
 
 def bind_collective(
-    step: Collective, sent: torch.Tensor, link: RankConnections, root: int, closes: bool, dtype: torch.dtype
+    step: Collective, sent: torch.Tensor, link: RankConnections, root: int, closes: bool, dtype: torch.dtype, new: New
 ) -> tuple[torch.Tensor, Issue]:
     """A collective. It adds raw data; for a mean, every rank must have divided its data by the number of ranks.
 
@@ -36,6 +39,7 @@ def bind_collective(
         root: rank of the root of a reduce, gather or broadcast in the level.
         closes: whether an all-gather concatenates shards, instead of payloads for the same elements.
         dtype: dtype of the numbers that an all-reduce adds.
+        new: makes the buffers.
 
     Returns:
         The received data, ``[sources', chunks', n]`` (after a reduce or gather, only at the root), and the function
@@ -52,21 +56,21 @@ def bind_collective(
         case Broadcast():
             return sent, _issuing(lambda: dist.broadcast(sent, group_src=root, group=group, async_op=True))
         case ReduceScatter():
-            received = _zeros_like(sent, sources, chunks // ranks, n)
+            received = new((sources, chunks // ranks, n))
             whole, shard = sent.view(-1), received.view(-1)
             return received, _issuing(lambda: reduce_scatter(shard, whole, group=group, async_op=True))
         case Gather() if link.index != root:
             return sent, _issuing(lambda: dist.gather(sent, None, group_dst=root, group=group, async_op=True))
         case Gather():
-            received = _zeros_like(sent, ranks * sources, chunks, n)
+            received = new((ranks * sources, chunks, n))
             parts = list(torch.split(received, sources))
             return received, _issuing(lambda: dist.gather(sent, parts, group_dst=root, group=group, async_op=True))
         case AllToAll():
-            received = _zeros_like(sent, ranks * sources, chunks // ranks, n)
+            received = new((ranks * sources, chunks // ranks, n))
             if sources == 1:
                 return received, bind_all_to_all(link, sent.view(received.shape), received)
             order = sent.view(sources, ranks, chunks // ranks, n).transpose(0, 1)
-            ordered = torch.zeros_like(received)
+            ordered = new(received.shape)
             exchange = bind_all_to_all(link, ordered, received)
 
             def reorder_and_exchange() -> Wait:
@@ -75,8 +79,8 @@ def bind_collective(
 
             return received, reorder_and_exchange
         case AllGather() if closes and sources > 1:
-            gathered = _zeros_like(sent, ranks, sources, chunks, n)
-            received = _zeros_like(sent, sources, ranks * chunks, n)
+            gathered = new((ranks, sources, chunks, n))
+            received = new((sources, ranks * chunks, n))
             gather = bind_all_gather(link, sent, gathered)
 
             def gather_and_concatenate() -> Wait:
@@ -91,10 +95,10 @@ def bind_collective(
             return received, gather_and_concatenate
         case AllGather():
             shape = (sources, ranks * chunks) if closes else (ranks * sources, chunks)
-            received = _zeros_like(sent, *shape, n)
+            received = new((*shape, n))
             return received, bind_all_gather(link, sent, received)
         case Hop():
-            received = torch.zeros_like(sent)
+            received = new(sent.shape)
             return received, _bind_hop(link, sent, received)
         case _:
             assert_never(step)
@@ -128,11 +132,6 @@ def _issuing(collective: Callable[[], Any]) -> Issue:
         return work.wait
 
     return issue
-
-
-def _zeros_like(buffer: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Zeros of another shape on the same device, pinned if ``buffer`` is."""
-    return buffer.new_zeros(shape, pin_memory=buffer.is_pinned())
 
 
 def _bind_hop(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) -> Issue:

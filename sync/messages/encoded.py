@@ -1,6 +1,6 @@
 """Messages whose units are encoded: the stages of a program, bound to buffers.
 
-:class:`EncodedMessage` binds the stages once, when it is built. Every stage allocates the buffer into which it writes,
+:class:`EncodedMessage` binds the stages once, when it is built. Every stage takes a buffer into which it writes,
 with the size that :func:`~gckernels.sync.programs.sizes.sizes_of` returns.
 ``examples/two_phases.py`` shows the stages of the program ``alltoall`` once, step by step.
 """
@@ -17,11 +17,12 @@ from ..communication.communicators import Communicators
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
 from ..programs.steps import Collective, ReduceScatter
 from ..resources.feedback import Feedback
+from ..resources.memory_spaces import Allocate
 from ..resources.stage import Issue
 from ..resources.workers import Work
 from .buffers import Buffers, Held, Raw, Staged, Travelling, as_payloads, cut, join
 from .codings import Codings
-from .collectives import bind_collective
+from .collectives import New, bind_collective
 from .message import Message, Unit, compressor_names
 from .ring import add_shard, encode_shard
 from .seeds import Seeds
@@ -36,6 +37,7 @@ class EncodedMessage(Message):
         feedback: the residuals.
         seeds: the seeds of the stochastic compressors.
         channel: channel of the communicators.
+        allocate: as for :class:`~.buffers.Buffers`.
     """
 
     def __init__(
@@ -45,11 +47,12 @@ class EncodedMessage(Message):
         feedback: Feedback,
         seeds: Seeds,
         channel: int = 0,
+        allocate: Allocate | None = None,
     ) -> None:
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self.channel = channel
         self._communicators = communicators
-        self._buffers = Buffers(units, communicators)
+        self._buffers = Buffers(units, communicators, allocate)
         self._codings = Codings(self._buffers, feedback, seeds)
         apart, topology = communicators.places.apart, communicators.topology
         specs = stages_of(MessageKind.ENCODED, self._buffers.program, self._buffers.capabilities, topology, apart)
@@ -104,7 +107,8 @@ class EncodedMessage(Message):
         assert isinstance(step, Collective)
         ranks = self._buffers.topology.size(step.level)
         sizes = [data.numel for data in self._buffers.data(spec.stop)]
-        rows = held.pieces[0].new_zeros(ranks if isinstance(step, ReduceScatter) else 1, sum(sizes))
+        shape = ranks if isinstance(step, ReduceScatter) else 1, sum(sizes)
+        rows = self._buffers.allocate(shape, held.pieces[0].dtype, held.place)
         rooms = torch.split(rows, sizes, dim=1)
 
         def work() -> None:
@@ -142,14 +146,18 @@ class EncodedMessage(Message):
         link = self._communicators.link(spec.phase, step.level, self.channel, spec.place)
         root = buffers.topology.index(step.level, buffers.root)
         has_part = buffers.has_part(spec.first)
+
+        def like(sent: torch.Tensor) -> New:
+            return lambda shape: buffers.allocate(shape, sent.dtype, spec.place)
+
         closes = len(buffers.flow(spec.stop).opened) < len(buffers.flow(spec.first).opened)
         if buffers.flow(spec.first).encoded:
             payloads = as_payloads(held) if has_part else buffers.payloads(spec.first, spec.place)
             dtype = buffers.units[0].plan.compressor.traits.payload_dtype
-            received, issue = bind_collective(step, payloads.buffer, link, root, closes, dtype)
+            received, issue = bind_collective(step, payloads.buffer, link, root, closes, dtype, like(payloads.buffer))
             if isinstance(payloads, Travelling):
                 return issue, replace(payloads, received=received)
             return issue, replace(payloads, buffer=received)
         rows = buffers.rows(held if has_part else buffers.raw(spec.first))
-        received, issue = bind_collective(step, rows[None], link, root, closes, rows.dtype)
+        received, issue = bind_collective(step, rows[None], link, root, closes, rows.dtype, like(rows))
         return issue, Staged(received[0])

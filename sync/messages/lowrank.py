@@ -19,9 +19,10 @@ from gckernels.toolkit.payload import ALIGN_NBYTES, round_up
 
 from ..communication.communicators import Communicators
 from ..programs.stages import MessageKind, StageKind, StageSpec, stages_of
-from ..programs.steps import AllReduce
+from ..programs.steps import AllReduce, Place
 from ..resources.error_probe import Readings
 from ..resources.feedback import Feedback
+from ..resources.memory_spaces import Allocate
 from ..resources.stage import Issue, Stage, Wait
 from .buffers import Buffers
 from .collectives import bind_collective
@@ -41,6 +42,7 @@ class LowRankMessage(Message):
         communicators: the process groups of this rank.
         feedback: the residuals and factors.
         seeds: the seeds, with those of the random factors with which matrices begin.
+        allocate: as for :class:`~.buffers.Buffers`.
     """
 
     def __init__(
@@ -49,11 +51,12 @@ class LowRankMessage(Message):
         communicators: Communicators,
         feedback: Feedback,
         seeds: Seeds,
+        allocate: Allocate | None = None,
     ) -> None:
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self._communicators, self._feedback, self._seeds = communicators, feedback, seeds
         scale = 1.0 / communicators.world_size  # applied before sending, so that sums are means
-        buffers = Buffers(units, communicators)
+        buffers = Buffers(units, communicators, allocate)
         specs = stages_of(MessageKind.LOW_RANK, buffers.program, buffers.capabilities, communicators.topology)
         self._sends_both = sum(spec.kind == StageKind.COLLECTIVE for spec in specs) > 1
         self.sent_nbytes = sum(buffers.sent_nbytes(spec) for spec in specs)
@@ -64,7 +67,7 @@ class LowRankMessage(Message):
         residuals = [(unit.plan.key, _residual(feedback, unit)) for unit in units]
         self._residuals = {key: residual for key, residual in residuals if residual is not None}
         self._spared: dict[str, torch.Tensor] = {}  # copies of the residuals of unused units
-        self._wires, factors, payloads = self._allocate(units[0].grad.device, matrices, exact)
+        self._wires, factors, payloads = self._allocate(buffers.allocate, matrices, exact)
         self._encode = [bind_encodes(map(self._encoding, exact, each), scale) for each in payloads]
         self._decode = [bind_decodes(map(_decoding, exact, each)) for each in payloads]
         alike: dict[tuple[bool, bool], list[tuple[Unit, torch.Tensor, torch.Tensor]]] = {}
@@ -88,7 +91,7 @@ class LowRankMessage(Message):
     # ---------------------------------------------------------------- buffers
 
     def _allocate(
-        self, device: torch.device, matrices: Sequence[Unit], exact: Sequence[Unit]
+        self, allocate: Allocate, matrices: Sequence[Unit], exact: Sequence[Unit]
     ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[list[torch.Tensor]]]:
         """The buffers to send for each side, ``fp32 [numel]``, and the tensors in them.
 
@@ -104,7 +107,7 @@ class LowRankMessage(Message):
             sizes = [round_up(4 * rank * length, ALIGN_NBYTES) for rank, length in shapes]
             beside = [] if self._sends_both and side == RIGHT else exact
             payloads = [compressor_of(unit).payload_nbytes(unit.grad.numel()) for unit in beside]
-            wire = torch.zeros(sum(sizes) + sum(payloads), dtype=torch.uint8, device=device)
+            wire = allocate([sum(sizes) + sum(payloads)], torch.uint8, Place.DEVICE)
             pieces = torch.split(wire, [*sizes, *payloads])
             factors.append(
                 [
@@ -128,7 +131,7 @@ class LowRankMessage(Message):
     def _bind_collective(self, spec: StageSpec) -> Issue:
         link, calls = self._communicators.link(spec.phase), []
         for wire in self._wires:
-            _, call = bind_collective(AllReduce(), wire[None, None], link, 0, False, wire.dtype)
+            _, call = bind_collective(AllReduce(), wire[None, None], link, 0, False, wire.dtype, wire.new_zeros)
             calls.append(call if wire.numel() else _send_nothing)
         return lambda: calls[self._side(spec.phase)]()
 

@@ -31,10 +31,9 @@ def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw)
     step = buffers.program[spec.stop]
     assert isinstance(step, Hop)
     payloads, data = buffers.payloads(spec.stop, held.place), buffers.data(spec.stop)
-    memory = buffers.places.memory(held.place)
     ranks = buffers.topology.size(step.level)
     shard = (buffers.topology.index(step.level, buffers.rank) - 1) % ranks
-    totals = [torch.zeros(each.size, dtype=torch.float32, device=memory) for each in data]
+    totals = [buffers.allocate([each.size], torch.float32, held.place) for each in data]
     travelling = Travelling(payloads.buffer, place=held.place, pieces=held.pieces, totals=totals)
     sources = _shards(travelling, data, shard)
     return _bind_encodes(buffers, codings, spec, travelling, shard, ranks, sources), travelling

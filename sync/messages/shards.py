@@ -14,15 +14,16 @@ import torch
 
 from gckernels.batch import bind_decodes, bind_encodes
 from gckernels.codec import Decoding, Encoding
-from gckernels.compressor import Compressor
 
 from ..communication.communicators import Communicators
 from ..plans.grouping import PlacedUnit
 from ..programs.layouts import Capabilities
 from ..programs.spans import SHARD
 from ..programs.stages import MessageKind, stages_of
+from ..programs.steps import Place
 from ..programs.topology import Topology
 from ..resources.feedback import Feedback
+from ..resources.memory_spaces import Allocate
 from ..resources.residual import EncodedForm, Residual
 from ..resources.stage import Stage
 from ..states.unsent import taken
@@ -38,30 +39,30 @@ class ShardMessage(Message):
     Args:
         units: the units, with the program :data:`~gckernels.sync.programs.named.SHARDS`, and where they lie in a row.
         rows: ``[ranks, numel]``, the gradient of this rank. Its own row becomes the mean.
-        room: ``uint8``, room for what is sent and received, at least :func:`room_nbytes`, which other messages may use
-            at other times.
         communicators: the process groups of this rank.
         feedback: the residuals.
         seeds: the seeds of the stochastic compressors.
         channel: channel of the communicators.
+        allocate: makes the buffers; by default each has memory of its own.
     """
 
     def __init__(
         self,
         units: Sequence[PlacedUnit],
         rows: torch.Tensor,
-        room: torch.Tensor,
         communicators: Communicators,
         feedback: Feedback,
         seeds: Seeds,
         channel: int = 0,
+        allocate: Allocate | None = None,
     ) -> None:
         ranks, rank = communicators.world_size, communicators.rank
         self.keys, self.compressors = tuple(unit.plan.key for unit in units), compressor_names(units)
         self.channel = channel
-        sizes = [_payload_nbytes(unit, unit.plan.compressor) for unit in units]
-        nbytes = ranks * sum(sizes)
-        sent, received = room[:nbytes].view(ranks, -1), room[nbytes : 2 * nbytes].view(ranks, 1, -1)
+        sizes = [unit.plan.compressor.round_nbytes(_row(unit), 0) for unit in units]  # full shards
+        nbytes, new = ranks * sum(sizes), allocate or communicators.places.zeros
+        sent = new((ranks, sum(sizes)), torch.uint8, Place.DEVICE)
+        received = new((ranks, 1, sum(sizes)), torch.uint8, Place.DEVICE)
         keys, encodings, decodings = [], [], []
         residuals: list[Residual | None] = []
         for unit, start, size in zip(units, accumulate(sizes, initial=0), sizes, strict=False):
@@ -101,13 +102,6 @@ def shards_of(unit: PlacedUnit, ranks: int) -> list[tuple[int, int, int]]:
     return [(rank, rank * row, min((rank + 1) * row, numel)) for rank in range(ranks) if rank * row < numel]
 
 
-def room_nbytes(units: Sequence[PlacedUnit], ranks: int) -> int:
-    """The bytes that a message of these units needs to send and to receive, at any step of its compressors."""
-    return (
-        2 * ranks * sum(max(_payload_nbytes(unit, each) for _, each in unit.plan.compressor.schedule) for unit in units)
-    )
-
-
 def add_unsent(units: Sequence[PlacedUnit], rows: torch.Tensor, rank: int, feedback: Feedback) -> None:
     """Add what the residuals of some units hold to the gradient of this rank, ``[ranks, numel]``; they become zero."""
     ranks = rows.shape[0]
@@ -125,8 +119,3 @@ def add_to_rows(unit: PlacedUnit, values: torch.Tensor, rows: torch.Tensor, fact
 def _row(unit: PlacedUnit) -> int:
     assert unit.row is not None
     return unit.row
-
-
-def _payload_nbytes(unit: PlacedUnit, compressor: Compressor) -> int:
-    """The bytes of the payload of a full shard."""
-    return compressor.round_nbytes(_row(unit), 0)

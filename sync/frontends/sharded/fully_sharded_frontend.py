@@ -23,10 +23,9 @@ from torch.distributed.distributed_c10d import Work
 from gckernels.codec import Codec
 from gckernels.ops import BlockQuant, Identity
 
-from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
 from ...messages.gathers import GatheredParameter
-from ...messages.shards import add_to_rows, room_nbytes
+from ...messages.shards import add_to_rows
 from ...plans.builders import exempt_vectors
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Frontend, Plan, UnitPlan
@@ -57,7 +56,6 @@ class FullyShardedFrontend(ShardedFrontend):
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)
         self.averaged_nbytes = sum(each.nbytes for each in self.parameters().values())
-        self._room: tuple[Runtime | None, int] = (None, 0)  # the bytes that messages of a runtime need
         self._gathers: Gathers | None = None
         self._gathered_nbytes = 0.0
         if self.runtime.world_size > 1 and (self.device.type == "cpu" or request.weights is not None):
@@ -110,15 +108,6 @@ class FullyShardedFrontend(ShardedFrontend):
         # the program that all units of a message need
         sent = replace(plan, compressor=Identity(), program=SHARDS) if plan.in_place else plan
         return PlacedUnit(sent, shard.start, shard.row)
-
-    def _messages(
-        self, runtime: Runtime, index: int, buffer: torch.Tensor, units: Sequence[PlacedUnit]
-    ) -> BucketMessages:
-        if self._room[0] is not runtime:
-            needed = (room_nbytes(self._units(runtime, each), runtime.world_size) for each in range(len(self._groups)))
-            self._room = runtime, max(needed)
-        room = self._buffer_of(index).room(self._room[1])[: room_nbytes(units, runtime.world_size)]
-        return BucketMessages(runtime, buffer, units, room=room)
 
     # ---------------------------------------------------------------- steps
 

@@ -10,14 +10,13 @@ Residuals are those of shards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Frontend, Plan, UnitPlan
@@ -73,11 +72,6 @@ class ReplicatedFrontend(ShardedFrontend):
 
     def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
         return PlacedUnit(plan, shard.start)
-
-    def _messages(
-        self, runtime: Runtime, index: int, buffer: torch.Tensor, units: Sequence[PlacedUnit]
-    ) -> BucketMessages:
-        return BucketMessages(runtime, buffer, units)
 
     def average(self, index: int, vector: torch.Tensor, operation: Any) -> bool:
         """Give the shards of a group their means over the replicas, or their sums.

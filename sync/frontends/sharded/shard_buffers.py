@@ -51,15 +51,8 @@ class ShardBuffer(RowBuffer):
         super().__init__(numel, device)
         self._sent: Future[Outcome] | None = None
         self._finish: Callable[[], object] | None = None
-        self._room = torch.zeros(0, dtype=torch.uint8, device=device)
         self._free: torch.cuda.Event | None = None
         self._filled: torch.cuda.Stream | None = None
-
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Memory for payloads, ``uint8`` of at least ``nbytes``."""
-        if self._room.numel() < nbytes:
-            self._room = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        return self._room
 
     def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The memory for gradients, ``[numel]``, when what was in it has arrived."""

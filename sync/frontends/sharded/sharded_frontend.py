@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ class ShardedFrontend(ModelFrontend):
         runtime.follow(self.runtime)
         buckets = {index: self._bound(runtime, index, each.buffer) for index, each in self._buckets.items()}
         if runtime.synchronises and not runtime.is_exact:
-            for each in buckets.values():
+            for each in (*buckets.values(), *buckets.values()):  # again those whose arena has grown since
                 each.messages.now()
 
         def install() -> None:
@@ -138,9 +138,8 @@ class ShardedFrontend(ModelFrontend):
 
     def _bound(self, runtime: Runtime, index: int, buffer: torch.Tensor) -> ShardBucket:
         """The shards of a group in a buffer, with their messages."""
-        units = self._units(runtime, index)
-        shards = self._groups[index].shards()
-        return ShardBucket(shards, buffer, self._messages(runtime, index, buffer, units))
+        units, arena = self._units(runtime, index), runtime.arena(index % BUFFERS)
+        return ShardBucket(self._groups[index].shards(), buffer, BucketMessages(runtime, buffer, units, arena=arena))
 
     def _units(self, runtime: Runtime, index: int) -> list[PlacedUnit]:
         """The units of a group with their places in a buffer."""
@@ -149,12 +148,6 @@ class ShardedFrontend(ModelFrontend):
     @abstractmethod
     def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
         """The plan of a unit with its place in a buffer."""
-
-    @abstractmethod
-    def _messages(
-        self, runtime: Runtime, index: int, buffer: torch.Tensor, units: Sequence[PlacedUnit]
-    ) -> BucketMessages:
-        """The messages of a group."""
 
     def _bucket(self, index: int, buffer: torch.Tensor) -> ShardBucket:
         """The shards of a group, which lie in a buffer now."""

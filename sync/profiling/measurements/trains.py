@@ -85,7 +85,11 @@ def _bound(
             sent = places.zeros((1, link.ranks, chunk), torch.uint8, place)
         case _:
             sent = places.zeros((1, 1, nbytes), torch.uint8, place)
-    return bind_collective(step, sent, link, root, closes=False, dtype=torch.float32)[1]
+
+    def new(shape: Sequence[int]) -> torch.Tensor:
+        return places.zeros(shape, sent.dtype, place)
+
+    return bind_collective(step, sent, link, root, closes=False, dtype=torch.float32, new=new)[1]
 
 
 def wire_nbytes(step: Collective, nbytes: int, topology: Topology) -> float:

@@ -236,7 +236,8 @@ def tuned(form: str) -> tuple[str, str, str]:
     found, state = attachment.plan.fingerprint(), attachment.state_dict()
     trained = digest(model)
     attachment.close()
-    again = sync.attach(model_of(setting, form))
+    model = model_of(setting, form)  # which must stay, as an attachment ends with its model
+    again = sync.attach(model)
     again.load_state_dict(state)
     taken = again.plan.fingerprint()
     again.close()
