@@ -22,6 +22,8 @@ from .collectives import exchange_text, on_any_rank
 ATTEMPTS = 2
 """How often ranks try to connect."""
 
+_kept: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of some ranks
+
 
 class NotConnected(RuntimeError):
     """Raised on all ranks together, with the same text, if some rank cannot connect to a new group."""
@@ -39,6 +41,17 @@ def draw_number(group: dist.ProcessGroup, device: torch.device) -> int:
     number = torch.tensor([drawn], dtype=torch.int64, device=device)
     dist.broadcast(number, group_src=0, group=group)
     return int(number.item())
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of some ranks, which is the default one if it has no others. It is made when these ranks call this
+    together for the first time, and kept until ``destroy_process_group`` ends all groups."""
+    default, key = distributed_c10d._get_default_group(), tuple(sorted(ranks))
+    if len(key) == default.size():
+        return default
+    if (kept := _kept.get(key)) not in distributed_c10d._world.pg_map:
+        kept = _kept[key] = dist.new_group(list(key), use_local_synchronization=True)
+    return kept
 
 
 @dataclass(frozen=True)

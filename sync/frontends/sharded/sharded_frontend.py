@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from ...communication.groups import group_of
 from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
@@ -68,11 +69,7 @@ class ShardedFrontend(ModelFrontend):
     def groups(model: torch.nn.Module, _: object, /) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         if not (found := shard_groups(model)):  # which is refused later
             return ModelFrontend.groups(model, None)
-        group = found[0]
-        everyone, ranks = dist.distributed_c10d._get_default_group(), group.mesh.mesh.flatten().tolist()
-        if len(ranks) < everyone.size():
-            everyone = dist.new_group(ranks, use_local_synchronization=True)
-        return group.averaging, everyone
+        return found[0].averaging, group_of(found[0].mesh.mesh.flatten().tolist())
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)

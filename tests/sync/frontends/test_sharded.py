@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gckernels import sync
@@ -316,6 +317,28 @@ def test_groups_of_another_mesh_are_left_to_fsdp():
         assert stats["units"] == 6 and stats["sent_nbytes"] > 0
         (text,) = texts
         assert text.startswith("gckernels: parameter second.weight and 1 more are in no group of FSDP, or in one with")
+
+
+def on_some_ranks() -> list[int]:
+    """The numbers of process groups after attachments of a model on some of the ranks, one after the other."""
+    mesh, found = DeviceMesh("cpu", [0, 1], mesh_dim_names=("shard",)), list[int]()
+    if dist.get_rank() < 2:
+        model = nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 12))
+        fully_shard(model, mesh=mesh)
+        for _ in range(3):
+            attachment = sync.attach(model, "EFSignSGD")
+            for _ in range(2):
+                model(torch.ones(5, 7)).sum().backward()
+            assert attachment.stats()["world_size"] == 2
+            attachment.close()
+            found.append(len(dist.distributed_c10d._world.pg_map))
+    dist.barrier()
+    return found
+
+
+def test_attachments_of_a_model_on_some_ranks_leave_no_groups_behind():
+    first, second, none = values_of(run_ranks(3, on_some_ranks))
+    assert len(set(first)) == len(set(second)) == 1 and not none
 
 
 def two_models() -> list[str]:
