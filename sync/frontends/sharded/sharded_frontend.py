@@ -9,6 +9,7 @@ A plan names whole parameters, so it is the same on all ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -168,7 +169,7 @@ class ShardedFrontend(ModelFrontend):
             self._backward = task
             runtime.unused.begin()
             runtime.begin_step()
-            Variable._execution_engine.queue_callback(weakly(self._end_step))
+            Variable._execution_engine.queue_callback(weakly(self._end_backward))
         return runtime
 
     def _buffer_of(self, index: int) -> ShardBuffer:
@@ -196,6 +197,17 @@ class ShardedFrontend(ModelFrontend):
         """Whether the result of a group may come later, because FSDP does nothing with it before backward ends. On a
         device streams wait for the result, and the host does not."""
         return self.device.type == "cpu" and self._groups[index].leaves_alone(result)
+
+    def _end_backward(self, waits: bool = True) -> None:
+        """End the step behind the last callback of FSDP, which has one for each root: layers may have none in common.
+
+        Args:
+            waits: whether callbacks of other roots may follow, which reduce what has not been reduced yet.
+        """
+        if waits and any(group.is_in_backward for group in self._groups):
+            Variable._execution_engine.queue_callback(functools.partial(weakly(self._end_backward), False))
+        else:
+            self._end_step()
 
     @torch.no_grad()
     def _end_step(self) -> None:

@@ -341,6 +341,28 @@ def test_attachments_of_a_model_on_some_ranks_leave_no_groups_behind():
     assert len(set(first)) == len(set(second)) == 1 and not none
 
 
+def without_a_root() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Shards after steps of layers without a common module of FSDP, without and with an attachment."""
+    found = []
+    for plan in (None, "Identity"):
+        torch.manual_seed(0)
+        model: Any = Net()
+        split(model, model.children(), "fsdp")
+        attachment = None if plan is None else sync.attach(model, plan)
+        train(model, SETTINGS["plain"], range(3), torch.optim.SGD(model.parameters(), 1e-2))
+        found.append(shards_of(model))
+        if attachment is not None:
+            assert attachment.steps == 3
+            attachment.close()
+    return found[0], found[1]
+
+
+def test_layers_need_no_common_root():
+    for alone, attached in values_of(run_ranks(2, without_a_root)):
+        for one, other in zip(alone, attached, strict=True):
+            assert torch.equal(other, one)
+
+
 def two_models() -> list[str]:
     """Digests of two models in one process, trained in turns, each with an attachment or none."""
     digests, setting = [], SETTINGS["plain"]
