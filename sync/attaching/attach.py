@@ -100,7 +100,8 @@ def attach(
             parameters, and each optimizer goes on with its own exact shard. With fewer bits, as in
             ``"BlockQuant(bits=4)"``, each rank keeps a copy of all parameters (fp32), to which differences are sent in
             forward, and nothing in backward. Parameters with fewer than two dimensions are exact. With ``None`` all
-            are.
+            are. If a plan is found, it is tried as well, and stays only if that is faster than all plans with exact
+            parameters; without this argument nothing encodes parameters.
         seed: the seed of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors
@@ -140,6 +141,7 @@ def attach(
         seed,
         0 if isinstance(plan, Auto) else start_step,
         ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters),
+        isinstance(plan, Auto),
     )
 
     def check() -> tuple[Plan, list[str]]:

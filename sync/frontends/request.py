@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 import gckernels
 from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.ops import BlockQuant, Cast16, Identity
+from gckernels.ops import Identity
 
 from ..engine.runtime import Runtime
 from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
 from ..plans.builders import plan_of_parameters
-from ..plans.plan import Frontend, Plan, PlanError
+from ..plans.plan import GATHERED_BY, Frontend, Plan, PlanError
 from ..programs.named import exact_program
 from ..programs.spans import MEAN
 from ..programs.steps import Program, describe
@@ -149,6 +149,8 @@ class Request:
         device: the device of the gradients.
         plan: as given; :data:`UNCOMPRESSED` if a plan is to be found.
         options: the arguments for bare modules.
+        is_tuned: whether plans are found while the model is trained. Then ``weights`` is one of the things to try, and
+            otherwise it is that of each plan without its own.
     """
 
     frontend: Frontend
@@ -165,6 +167,7 @@ class Request:
     seed: int
     start_step: int
     options: ModuleOptions
+    is_tuned: bool = False
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
@@ -173,7 +176,7 @@ class Request:
 
     @property
     def gathered_by(self) -> Codec | None:
-        """The compressor of the parameters that are gathered; ``None`` if they are sent exactly.
+        """The compressor that may encode the parameters that are gathered; ``None`` if none may.
 
         Raises:
             TypeError, ValueError: it is none that may be used there, or the model gathers no parameters.
@@ -181,7 +184,7 @@ class Request:
         if self.weights is None:
             return None
         method = as_method(f"{_CALLER}: weights", self.weights, otherwise="None")
-        if not isinstance(method, BlockQuant | Cast16 | Identity):
+        if not isinstance(method, GATHERED_BY):
             raise ValueError(f"{_CALLER}: weights must be None, BlockQuant, Cast16 or Identity, got {method}")
         if self.frontend is not Frontend.FSDP:
             raise ValueError(
@@ -212,6 +215,10 @@ class Request:
         self._check_settings()
         world_size = dist.get_world_size(self.group)
         plan, summary = self._plan(parameters, world_size)
+        if (method := self.gathered_by) is not None:
+            summary += f", parameters by {method}"
+            if plan.weights is None and not self.is_tuned:
+                plan = replace(plan, weights=method)
         try:
             plan.check(parameters.items(), world_size)
         except PlanError as error:
@@ -228,8 +235,6 @@ class Request:
             summary += ", with steps that can be discarded"
         if self.residual_bits != 32:
             summary += f", residuals in {self.residual_bits} bits"
-        if self.gathered_by is not None:
-            summary += f", parameters by {self.gathered_by}"
         summary += f", seed {self.seed}, start_step {self.start_step}, gckernels {gckernels.__version__}"
         devices = {parameter.device for parameter in parameters.values()}
         arithmetic = {unit.compressor.arithmetic(device) for unit in plan.units for device in devices} - {""}

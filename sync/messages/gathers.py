@@ -21,7 +21,9 @@ from ..programs.layouts import Capabilities
 from ..programs.named import ALLGATHER
 from ..programs.spans import GATHER
 from ..programs.stages import MessageKind, stages_of
+from ..programs.steps import Place
 from ..programs.topology import Topology
+from ..resources.memory_spaces import Allocate
 from ..resources.stage import Stage
 from ..resources.workers import Work
 from .collectives import bind_all_gather
@@ -53,25 +55,26 @@ class GatherMessage(Message):
         parameters: the parameters, if they are encoded; none for rows that are sent as they are.
         rows: ``[ranks, numel]``. The own row holds the shards of this rank; the others, and encoded parts of the own
             one, become what is sent.
-        room: ``uint8``, room for payloads, at least :func:`payload_nbytes` times the number of ranks and one.
         communicators: the process groups of this rank.
         copy: ``fp32 [ranks, numel]``, a copy of all rows that is the same on all ranks. Encoded parameters are sent as
             differences to it, and added to it; rows that are sent as they are become the copy.
+        allocate: makes the buffers; by default each has memory of its own.
     """
 
     def __init__(
         self,
         parameters: Sequence[GatheredParameter],
         rows: torch.Tensor,
-        room: torch.Tensor,
         communicators: Communicators,
         copy: torch.Tensor | None = None,
+        allocate: Allocate | None = None,
     ) -> None:
+        new = allocate or communicators.places.zeros
         self._rows, self._copy, self._rank = rows, copy, communicators.rank
         self._link = communicators.link(0)
         self.keys = tuple(each.name for each in parameters)
         self.compressors = tuple(dict.fromkeys(each.codec.name for each in parameters))
-        self.stages = self._encoded(parameters, room) if parameters else self._exact()
+        self.stages = self._encoded(parameters, new) if parameters else self._exact()
         self.sent_nbytes = sum(stage.sent_nbytes for stage in self.stages)
 
     def _exact(self) -> tuple[Stage, ...]:
@@ -82,12 +85,13 @@ class GatherMessage(Message):
             return (gather,)
         return (gather, Stage(_SPECS[2], lambda: copy.copy_(rows), 0.0, rows.numel(), rows.nbytes, copy.nbytes))
 
-    def _encoded(self, parameters: Sequence[GatheredParameter], room: torch.Tensor) -> tuple[Stage, ...]:
+    def _encoded(self, parameters: Sequence[GatheredParameter], new: Allocate) -> tuple[Stage, ...]:
         """The stages of encoded parameters."""
         rows, copy, rank, ranks = self._rows, self._copy, self._rank, self._link.ranks
         nbytes = payload_nbytes(parameters)
-        sent, received = room[:nbytes], room[nbytes : (ranks + 1) * nbytes].view(ranks, 1, nbytes)
-        source = rows[rank] if copy is None else torch.zeros_like(copy[rank])
+        sent = new((nbytes,), torch.uint8, Place.DEVICE)
+        received = new((ranks, 1, nbytes), torch.uint8, Place.DEVICE)
+        source = rows[rank] if copy is None else new(copy[rank].shape, torch.float32, Place.DEVICE)
         target = rows if copy is None else copy
         encodings, decodings, differences = [], list[Decoding](), list[Decoding]()
         starts = accumulate((each.codec.payload_nbytes(each.numel) for each in parameters), initial=0)

@@ -63,4 +63,5 @@ def summary_of(plan: Plan, world_size: int) -> str:
     if len(ways) > len(parts):
         parts.append(f"{sum(ways.values()) - sum(count for _, count in ways.most_common(_WAYS)):,} others")
     channels = f"; {plan.channels} channels" if plan.channels > 1 else ""
-    return f"{', '.join(parts)}{channels}"
+    weights = "" if plan.weights is None else f"; parameters by {short_spec(plan.weights)}"
+    return f"{', '.join(parts)}{channels}{weights}"

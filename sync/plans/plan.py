@@ -18,6 +18,8 @@ from typing import Annotated, Any
 import torch
 
 from gckernels.codec import CHUNK_ALIGN
+from gckernels.compressor import Compressor, from_json
+from gckernels.ops import BlockQuant, Cast16, Identity
 
 from ..programs.named import ALLTOALL, SHARDS, exact_program
 from ..programs.spans import MEAN, SHARD, Span
@@ -25,7 +27,7 @@ from ..programs.topology import Topology
 from .arguments import differentiable
 from .checks import contradictions, fitted_units, misfits
 from .json_files import Entry, bytes_of, document, parsed, write_whole
-from .json_records import JsonForm, read_record, written
+from .json_records import JsonForm, from_value, read_record, written
 from .prediction import Prediction
 from .units import MAX_CHANNELS, PlanError, UnitPlan, parted, with_spread_roots
 
@@ -34,8 +36,12 @@ __all__ = ["Frontend", "Plan", "PlanError", "UnitPlan"]
 FORMAT = "gckernels.plan"
 VERSION = 2
 READ_VERSIONS = (1, 2)  # the first and the last
-_ENTRIES = ("topology", "channels", "frontend", "start_step", "prediction", "units")
+_ENTRIES = ("topology", "channels", "frontend", "start_step", "weights", "prediction", "units")
+_LEFT_OUT = ("weights",)  # entries that are not written if they are ``None``
 _REMEDY = "save it again with Plan.save, or make it again with gckernels plan"
+
+GATHERED_BY = (BlockQuant, Cast16, Identity)
+"""The compressors of parameters that are gathered."""
 
 
 class Frontend(Enum):
@@ -67,6 +73,8 @@ class Plan:
         start_step: the first step that is compressed. The argument ``start_step`` of the training counts as well, and
             the larger of the two decides.
         prediction: what a planner expects of the plan. It has no part in comparisons and in the fingerprint.
+        weights: the compressor of the parameters that a model of ``fully_shard`` without replicas gathers; ``None`` if
+            they are sent exactly. Other plans have none.
 
     Raises:
         PlanError: an attribute is not valid, or launches, messages and channels contradict one another.
@@ -78,6 +86,7 @@ class Plan:
     frontend: Frontend | None = None
     start_step: int = 0
     prediction: Prediction | None = field(default=None, compare=False)
+    weights: Annotated[Compressor, JsonForm(from_value(from_json), Compressor.to_json)] | None = None
 
     def __post_init__(self) -> None:
         if type(self.channels) is not int or not 1 <= self.channels <= MAX_CHANNELS:
@@ -86,6 +95,10 @@ class Plan:
             raise PlanError(f"plan: frontend must be None or a Frontend, got {self.frontend!r}")
         if type(self.start_step) is not int or self.start_step < 0:
             raise PlanError(f"plan: start_step must be an int from 0 up, got {self.start_step!r}")
+        if self.weights is not None and not isinstance(self.weights, GATHERED_BY):
+            raise PlanError(f"plan: weights must be None, BlockQuant, Cast16 or Identity, got {self.weights!r}")
+        if self.weights is not None and self.frontend is not Frontend.FSDP:
+            raise PlanError("plan: weights must be None unless frontend is Frontend.FSDP, which gathers parameters")
         if self.prediction is not None and not isinstance(self.prediction, Prediction):
             raise PlanError(f"plan: prediction must be None or a Prediction, got {self.prediction!r}")
         if wrong := contradictions(self.units, self.channels):
@@ -100,8 +113,8 @@ class Plan:
 
     @property
     def compresses(self) -> bool:
-        """Whether any unit is not averaged in place."""
-        return any(not unit.in_place for unit in self.units)
+        """Whether any unit is not averaged in place, or parameters are encoded."""
+        return self.weights is not None or any(not unit.in_place for unit in self.units)
 
     @property
     def made_for(self) -> Frontend | None:
@@ -156,7 +169,7 @@ class Plan:
         units = self.units
         if frontend not in (None, Frontend.MODULE):
             units = tuple(replace(unit, launch=None) for unit in units)
-        changed = replace(self, units=units, frontend=frontend, prediction=None)
+        changed = replace(self, units=units, frontend=frontend, weights=None, prediction=None)
         if changed.span == self.span:
             return changed
         programs = (exact_program(changed.span), SHARDS if changed.span == SHARD else ALLTOALL)
@@ -168,7 +181,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as a dict of JSON values, which :meth:`from_json` reads."""
         record = written(self)
-        return {"format": FORMAT, "version": VERSION} | {key: record[key] for key in _ENTRIES}
+        entries = {key: record[key] for key in _ENTRIES if key not in _LEFT_OUT or record[key] is not None}
+        return {"format": FORMAT, "version": VERSION} | entries
 
     @staticmethod
     def from_json(record: Any) -> Plan:

@@ -52,7 +52,8 @@ class Tuning:
         self._tuner: Tuner | None = None
         self._is_given = False  # whether the training has changed the plan itself
         phases, parameters = auto.phases(start_step), training.frontend.parameters()
-        self._rules, self._plain = Rules(phases, unmeasured(model, parameters)), training.plan
+        self._rules = Rules(phases, unmeasured(model, parameters), training.frontend.request.gathered_by)
+        self._plain = training.plan
         ranks: Ranks = training.ranks
         if ranks.world_size == 1:
             training.listeners.add(_count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -28,7 +29,7 @@ _SIDE = 1 << 10
 
 
 class UniformCandidates:
-    """Proposes a plan for each compressor of a rule.
+    """Proposes a plan for each compressor of a rule; and the same with encoded parameters, if the training allows it.
 
     Args:
         training: the training.
@@ -43,9 +44,11 @@ class UniformCandidates:
         training, frontend = self._training, self._training.frontend
 
         def made() -> tuple[Plan, ...]:
-            found = candidates(
-                frontend.sent_parameters(), stage, trace, frontend.runtime.world_size, frontend.kind.span
-            )
+            weights, world_size = frontend.request.gathered_by, frontend.runtime.world_size
+            most = MOST if weights is None else MOST // 2
+            found = candidates(frontend.sent_parameters(), stage, trace, world_size, frontend.kind.span, most)
+            if weights is not None:
+                found = (*(replace(plan, weights=weights) for plan in found), *found)
             return tuple(plan for plan in map(training.checked, found) if plan.compresses)
 
         return together(frontend.group, frontend.device, made)
@@ -61,8 +64,9 @@ def candidates(
     trace: ModelTrace,
     world_size: int,
     span: Span = MEAN,
+    most: int = MOST,
 ) -> tuple[Plan, ...]:
-    """A plan for each compressor of a rule, the one first that sends least, at most :data:`MOST`.
+    """A plan for each compressor of a rule, the one first that sends least, at most ``most``.
 
     Where the rule does not allow the compressor, as with signs for an embedding, the plan has the next one that sends
     more and goes through the same program. If there is none, as for vectors, the plan is exact there. Where the mean
@@ -74,6 +78,7 @@ def candidates(
         trace: the model, with the errors that are known of compressors.
         world_size: the number of ranks.
         span: the states between which the programs of the plans go.
+        most: the largest number of plans.
     """
     usable = (each for each in stage.methods if each != Identity() and (span == MEAN or takes_shards(each)))
     ordered = sorted(usable, key=_payload_nbytes)
@@ -90,7 +95,7 @@ def candidates(
         if any(unfitted(unit.compressor) == method for unit in plan.units):
             plans.setdefault(plan.fingerprint(), plan)
     exact = () if span == MEAN else (plan_of_parameters(parameters, Identity(), world_size, span=span),)
-    return (*tuple(plans.values())[: MOST - len(exact)], *exact)
+    return (*tuple(plans.values())[: most - len(exact)], *exact)
 
 
 def _may_use(stage: Phase, method: Compressor, tensor: TracedTensor) -> bool:

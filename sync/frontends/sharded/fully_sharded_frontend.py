@@ -11,7 +11,7 @@ nothing with it before. Where it does, the result is awaited at once. On a devic
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -28,14 +28,14 @@ from ...messages.gathers import GatheredParameter
 from ...messages.shards import add_to_rows
 from ...plans.builders import exempt_vectors
 from ...plans.grouping import PlacedUnit
-from ...plans.plan import Frontend, Plan, UnitPlan
+from ...plans.plan import Frontend, Plan, PlanError, UnitPlan
 from ...programs.named import SHARDS
 from ..checks.hooks import weakly
 from ..request import Request
 from .comms import AllGatherComm, ReduceScatterComm, factor_of
 from .gathers import Gathers
 from .shard_groups import Shard, ShardGroup
-from .sharded_frontend import ShardedFrontend
+from .sharded_frontend import ShardBucket, ShardedFrontend
 
 _DIRECT_BITS = 8
 """The bits from which parameters are sent themselves. With fewer, their error shows in the loss, and differences to a
@@ -52,21 +52,20 @@ class FullyShardedFrontend(ShardedFrontend):
     """
 
     kind = Frontend.FSDP
+    _gathers: Gathers | None = None
+    _gathered_by: Codec | None = None
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)
         self.averaged_nbytes = sum(each.nbytes for each in self.parameters().values())
-        self._gathers: Gathers | None = None
         self._gathered_nbytes = 0.0
-        if self.runtime.world_size > 1 and (self.device.type == "cpu" or request.weights is not None):
-            codec = request.gathered_by
-            encoded = [_encoded(group, codec) for group in self._groups]
-            keeps_copy = isinstance(codec, BlockQuant) and codec.bits < _DIRECT_BITS
+        if self.runtime.world_size > 1 and (self.device.type == "cpu" or plan.weights or request.weights):
             try:
-                self._gathers = Gathers(self.runtime.group, self.device, self._row_numels, encoded, keeps_copy)
+                self._gathers = Gathers(self.runtime.group, self.device, self._row_numels)
             except BaseException:
                 self.runtime.close()
                 raise
+            self._encode_gathers()
 
     def register(self) -> list[torch.nn.Module]:
         modules: list[Any] = super().register()
@@ -104,6 +103,26 @@ class FullyShardedFrontend(ShardedFrontend):
     def new_runtime(self, plan: Plan) -> Runtime:
         return self.request.runtime(plan, self.parameters(), synchronises=plan.compresses)
 
+    def checked(self, request: Request) -> tuple[Plan, list[str]]:
+        plan, lines = super().checked(request)
+        if plan.weights is not None and self._gathers is None and self.runtime.world_size > 1:
+            raise PlanError("plan encodes parameters, for which weights must be given to attach")
+        return plan, lines
+
+    def _take(self, runtime: Runtime, buckets: Mapping[int, ShardBucket]) -> None:
+        super()._take(runtime, buckets)
+        self._encode_gathers()
+
+    def _encode_gathers(self) -> None:
+        """Let parameters be gathered from now on as the plan says. All ranks call it between the same two gathers."""
+        codec = self.plan.weights
+        if self._gathers is None or codec == self._gathered_by:
+            return
+        assert codec is None or isinstance(codec, Codec)
+        self._gathered_by = codec
+        keeps_copy = isinstance(codec, BlockQuant) and codec.bits < _DIRECT_BITS
+        self._gathers.encode([_encoded(group, codec) for group in self._groups], keeps_copy)
+
     def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
         # the program that all units of a message need
         sent = replace(plan, compressor=Identity(), program=SHARDS) if plan.in_place else plan
@@ -119,10 +138,13 @@ class FullyShardedFrontend(ShardedFrontend):
         return self._buffer_of(index).rows(numel, dtype)
 
     def gather_room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for all parameters of a group; ``None`` if FSDP gathers them itself, as it does while nothing is sent
-        by the runtime, unless they are to be encoded."""
+        """Memory for all parameters of a group; ``None`` if FSDP gathers them itself.
+
+        It does so unless they are to be encoded, or gradients are sent by the runtime on the host, where gathers then
+        run beside the computation."""
         gathers = self._gathers
-        if gathers is None or not self.is_open or not (self.request.weights or self.runtime.synchronises):
+        overlaps = self.runtime.synchronises and self.device.type == "cpu"
+        if gathers is None or not self.is_open or not (self.plan.weights or overlaps):
             return None
         return gathers.room(index, numel, dtype)
 

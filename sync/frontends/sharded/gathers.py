@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -13,12 +14,12 @@ from torch.futures import Future
 from ...communication.communicators import Communicators
 from ...engine.engine import Engine
 from ...engine.failures import failure
-from ...messages.gathers import GatheredParameter, GatherMessage, payload_nbytes
+from ...messages.gathers import GatheredParameter, GatherMessage
 from ...programs.rules import Site
 from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 from ...resources.lanes import DeviceLanes
-from ...resources.memory_spaces import Places
+from ...resources.memory_spaces import Allocate, BufferArena, Places
 from .shard_buffers import RowBuffer
 
 _NO_BACKWARD = -1  # autograd's number of no backward
@@ -49,14 +50,12 @@ class GatherBuffer(RowBuffer):
 
     Args:
         numel: the elements of all rows of the largest group.
-        room_nbytes: the bytes of the largest payloads, sent and received.
         device: the device of the parameters.
     """
 
-    def __init__(self, numel: int, room_nbytes: int, device: torch.device) -> None:
+    def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(numel, device)
-        self.room = torch.zeros(room_nbytes, dtype=torch.uint8, device=device)
-        self.messages: dict[tuple[int, torch.dtype, bool], GatherMessage] = {}
+        self.forget()
         self.is_free = True
         self.future: Future[BaseException | None] | None = None  # set by the last gather
 
@@ -64,6 +63,20 @@ class GatherBuffer(RowBuffer):
     def has_arrived(self) -> bool:
         """Whether nothing is on its way into the memory."""
         return self.future is None or self.future.done()
+
+    def forget(self) -> None:
+        """Drop all messages, and the memory of their payloads."""
+        self._arena, self._version = BufferArena(Places.of(self._device)), 0
+        self._messages: dict[tuple[int, torch.dtype, bool], GatherMessage] = {}
+
+    def message(self, key: tuple[int, torch.dtype, bool], make: Callable[[Allocate], GatherMessage]) -> GatherMessage:
+        """The message with a key, which ``make`` builds if there is none."""
+        if self._version != self._arena.version:
+            self._messages = {}
+        if key not in self._messages:
+            self._messages[key] = self._arena.build(functools.partial(make, self._arena.take))
+            self._version = self._arena.version
+        return self._messages[key]
 
     def free(self) -> None:
         """Let other parameters come into the memory. FSDP copies these out before it gathers more."""
@@ -77,9 +90,6 @@ class Gathers:
         group: the ranks that have the shards of the model together.
         device: the device of the parameters.
         row_numels: the elements of a row of each group of parameters.
-        parameters: the encoded parameters of each group; none for a group that is sent as it is.
-        keeps_copy: whether differences to a copy of all parameters are sent. They are sent when FSDP gathers a group in
-            forward, and the first time the parameters are sent exactly; in backward the copy is what was gathered.
     """
 
     def __init__(
@@ -87,13 +97,10 @@ class Gathers:
         group: dist.ProcessGroup,
         device: torch.device,
         row_numels: Sequence[int],
-        parameters: Sequence[Sequence[GatheredParameter]],
-        keeps_copy: bool = False,
     ) -> None:
-        self._device, self._row_numels, self._parameters = device, row_numels, parameters
-        self._copies: list[torch.Tensor | None] = [None for _ in row_numels]
-        self._keeps_copy = keeps_copy
-        self._is_known = [False for _ in row_numels]  # whether a copy is that of all ranks
+        self._device, self._row_numels = device, row_numels
+        self._buffers: list[GatherBuffer] = []
+        self.encode([()] * len(row_numels))
         self._ranks, self._members = group.size(), dist.get_process_group_ranks(group)
         site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
         self._communicators = Communicators(group, Places.of(device), Topology(self._ranks), [site])
@@ -102,8 +109,22 @@ class Gathers:
         except BaseException:
             self._communicators.close()
             raise
-        self._buffers: list[GatherBuffer] = []
         self._calls, self._sent_nbytes = 0, 0.0
+
+    def encode(self, parameters: Sequence[Sequence[GatheredParameter]], keeps_copy: bool = False) -> None:
+        """Encode parameters from the next gather on. All ranks call it between the same two gathers.
+
+        Args:
+            parameters: the encoded parameters of each group; none for a group that is sent as it is.
+            keeps_copy: whether differences to a copy of all parameters are sent. They are sent when FSDP gathers a
+                group in forward, and the first time the parameters are sent exactly; in backward the copy is what was
+                gathered.
+        """
+        self._parameters, self._keeps_copy = parameters, keeps_copy
+        self._copies: list[torch.Tensor | None] = [None for _ in parameters]
+        self.forget()
+        for buffer in self._buffers:
+            buffer.forget()
 
     def room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for the parameters of a group, ``[numel]``; ``None`` if these are others."""
@@ -111,8 +132,7 @@ class Gathers:
             return None
         found = next((each for each in self._buffers if each.is_free), None)
         if found is None:
-            largest = max((payload_nbytes(each) for each in self._parameters), default=0)
-            found = GatherBuffer(max(self._row_numels) * self._ranks, largest * (self._ranks + 1), self._device)
+            found = GatherBuffer(max(self._row_numels) * self._ranks, self._device)
             self._buffers.append(found)
         found.is_free = False
         return found.rows(numel, dtype)
@@ -139,11 +159,12 @@ class Gathers:
             rows.copy_(copy)
             future.set_result(None)
             return Gathered(future, buffer.free)
-        key = (index, output.dtype, is_known)
-        if (message := buffer.messages.get(key)) is None:
+
+        def make(allocate: Allocate) -> GatherMessage:
             encoded = self._parameters[index] if copy is None or is_known else ()
-            message = GatherMessage(encoded, rows, buffer.room, self._communicators, copy)
-            buffer.messages[key] = message
+            return GatherMessage(encoded, rows, self._communicators, copy, allocate)
+
+        message = buffer.message((index, output.dtype, is_known), make)
         self._is_known[index] = copy is not None
         self._calls += 1
         self._sent_nbytes += message.sent_nbytes
@@ -161,7 +182,7 @@ class Gathers:
 
     def forget(self) -> None:
         """Send all parameters exactly the next time, because others have been loaded. All ranks call it together."""
-        self._is_known = [False for _ in self._is_known]
+        self._is_known = [False for _ in self._row_numels]  # whether a copy is that of all ranks
 
     def copied_nbytes(self) -> int:
         """The bytes of the copy of all parameters."""

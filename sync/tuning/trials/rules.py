@@ -123,10 +123,12 @@ class Rules:
     Attributes:
         stages: the rules, in order; at least one.
         model: a trace of the model without times and errors.
+        weights: the compressor that may encode parameters; ``None`` if none may.
     """
 
     stages: tuple[Phase, ...]
     model: ModelTrace
+    weights: Compressor | None = None
 
     def refusal(self, plan: Plan, step: int, trace: ModelTrace | None = None) -> str:
         """The reason why a plan may not run at a step; empty if it may.
@@ -136,4 +138,6 @@ class Rules:
             step: the number of the step.
             trace: a trace of the model with errors of compressors; ``None`` if there is none.
         """
+        if plan.weights not in (None, self.weights):
+            return f"this training does not allow parameters by {short_spec(plan.weights)}"
         return refusal(plan, trace or self.model, rule_at(self.stages, step))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gckernels import BlockQuant, sync
+from gckernels import BlockQuant, from_spec, sync
 from gckernels.sync.frontends.sharded.gathers import Gathers
 from gckernels.sync.messages.gathers import GatheredParameter, payload_nbytes
 from ranks import run_ranks, values_of
@@ -154,11 +155,48 @@ def test_trainings_with_encoded_parameters_are_near_to_one_with_exact_ones():
             assert losses == pytest.approx(found, rel=0.05)
 
 
+def switching() -> list[tuple[str | None, float, float]]:
+    """By step: how parameters are gathered, their error in this step's forward, and the bytes that were sent."""
+    torch.manual_seed(0)
+    model: Any = Wide()
+    split(model, (model.first, model), "fsdp")
+    optimizer, seen = torch.optim.SGD(model.parameters(), 1e-2), list[torch.Tensor]()
+    model.first.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()), prepend=True)
+    plans = {
+        weights: replace(sync.uniform_plan(model, "Identity"), weights=None if weights is None else from_spec(weights))
+        for weights in (None, "BlockQuant", "BlockQuant(bits=4)")
+    }
+    attachment, found = sync.attach(model, plans[None]), []
+    for weights in (None, "BlockQuant", None, "BlockQuant(bits=4)", "BlockQuant(bits=4)", "BlockQuant", None):
+        attachment.change_plan(plans[weights])
+        for _ in range(2):  # the first one drains
+            rows = [torch.zeros(35, 40) for _ in range(2)]
+            dist.all_gather(rows, model.first.weight.to_local().detach())
+            exact = torch.cat(rows)
+            model(torch.randn(2, 40, generator=torch.Generator().manual_seed(dist.get_rank()))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert attachment.plan == plans[weights]
+        error = float((seen[-1] - exact).norm() / exact.norm())
+        found.append((weights, error, float(attachment.stats()["gathered_nbytes"])))
+        assert bool(attachment.stats().get("copied_nbytes")) == (weights == "BlockQuant(bits=4)")
+    attachment.close()
+    return found
+
+
+def test_gathers_follow_the_plan():
+    for found in values_of(run_ranks(2, switching)):
+        for weights, error, nbytes in found:
+            assert (error == 0.0) == (weights is None), found
+            assert error < 0.05 and (nbytes < 0.5 * found[0][2]) == (weights is not None), found
+
+
 def given_up() -> list[bool]:
     """Whether each of two gathers, the first of which nobody waits for, brings the rows of all ranks."""
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
-    gathers = Gathers(group, torch.device("cpu"), [64], [[GatheredParameter("a", 0, 64, BlockQuant())]])
+    gathers = Gathers(group, torch.device("cpu"), [64])
+    gathers.encode([[GatheredParameter("a", 0, 64, BlockQuant())]])
     found = []
     for step in range(2):
         rows = gathers.room(0, 128, torch.float32)

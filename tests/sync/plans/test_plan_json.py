@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gckernels import COMPRESSORS, BlockQuant, Cast16, EFSignSGD, Identity
-from gckernels.sync import Plan, PlanError, Topology, UnitPlan
+from gckernels.sync import Frontend, Plan, PlanError, Topology, UnitPlan
 from gckernels.sync.programs import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE
 from ranks import run_ranks, values_of
 
@@ -75,6 +75,23 @@ def test_the_fingerprint_is_the_same_in_every_process():
     found = values_of(run_ranks(2, fingerprint_here))
     assert {*found, fingerprint_here()} == {found[0]}
     assert len(found[0]) == 64
+
+
+def test_a_plan_says_how_parameters_are_gathered():
+    plain = Plan((UNIT,), frontend=Frontend.FSDP)
+    plan = dataclasses.replace(plain, weights=BlockQuant())
+    assert "weights" not in plain.to_json()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.fingerprint() != plain.fingerprint() and plan.compresses
+    assert plan.for_frontend(Frontend.DDP).weights is None
+    for frontend, weights, message in (
+        (Frontend.HSDP, BlockQuant(), "weights must be None unless frontend is Frontend.FSDP"),
+        (Frontend.FSDP, EFSignSGD(), "weights must be None, BlockQuant, Cast16 or Identity, got EFSignSGD"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            Plan((UNIT,), frontend=frontend, weights=weights)
+    with pytest.raises(PlanError, match="record: weights"):
+        Plan.from_json(plan.to_json() | {"weights": {"name": "Nothing"}})
 
 
 @pytest.mark.parametrize("record", [None, [], "plan", {}, {"format": "gckernels.plan"}])

@@ -1,0 +1,78 @@
+"""Encoded parameters among the trials of a model of FSDP2: only where the training allows them, and if they win."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from gckernels import BlockQuant, sync
+from gckernels.sync.tuning.trials import spans
+from ranks import run_ranks, values_of
+from sharded_models import SETTINGS, adamw, digest, model_of, train
+from tunings import ScriptedClock
+
+EIGHT, STEPS = "BlockQuant", 130
+FASTEST = {"weights": 0.3, "gradients": 0.4, "plain": 1.0}
+"""The seconds of steps with encoded parameters, with exact ones and compressed gradients, and plain ones."""
+
+
+class PlanClock(ScriptedClock):
+    """A clock that a step moves on by the seconds of its kind of plan."""
+
+    def mark(self) -> float:
+        plan = None if (handle := self.handle()) is None else handle.plan
+        kind = "plain" if plan is None or not plan.compresses else "weights" if plan.weights else "gradients"
+        self.now_s += self.step_s[kind]
+        return self.now_s
+
+
+def tuned(weights: str | None, step_s: dict[str, float]) -> tuple[Any, set[str], str, dict[str, Any]]:
+    """The weights of the plan that was found, those of all plans that ran, a digest, and the state."""
+    model, handles, seen = model_of(SETTINGS["plain"], "fsdp"), list[Any](), set[str]()
+    clock = PlanClock(lambda: handles[0] if handles else None, step_s)
+    with mock.patch.object(spans, "clock_of", lambda device: clock):
+        attachment = sync.attach(model, weights=weights)
+        handles.append(attachment)
+        attachment.on_step_end(lambda: seen.add(str(attachment.plan.weights)))
+        train(model, SETTINGS["plain"], range(STEPS), adamw(model))
+    found = attachment.plan.weights, seen, digest(model), attachment.state_dict()
+    assert ("parameters by BlockQuant" in repr(attachment)) == (attachment.plan.weights is not None)
+    attachment.close()
+    return found
+
+
+def resumed(weights: str | None, state: dict[str, Any]) -> tuple[Any, list[str]]:
+    """The weights of the plan with which a training goes on, and its decisions."""
+    model = model_of(SETTINGS["plain"], "fsdp")
+    attachment = sync.attach(model, weights=weights)
+    attachment.load_state_dict(state)
+    train(model, SETTINGS["plain"], range(2), adamw(model))
+    found = attachment.plan.weights, [each.text for each in attachment.decisions]
+    attachment.close()
+    return found
+
+
+def in_turn(call: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Any]:
+    return [call(*each) for each in cases]
+
+
+def all_tuned() -> list[Any]:
+    slow = FASTEST | {"weights": 0.5}
+    native = dict.fromkeys(FASTEST, 1.0)
+    found = in_turn(tuned, (EIGHT, FASTEST), (EIGHT, slow), (EIGHT, native), (None, FASTEST))
+    return [*found, resumed(EIGHT, found[0][-1]), resumed(None, found[0][-1])]
+
+
+def test_encoded_parameters_are_tried_where_they_are_allowed_and_stay_if_they_win():
+    ranks = values_of(run_ranks(2, all_tuned, timeout_s=300.0))
+    for wins, loses, native, none, again, refused in ranks:
+        assert wins[0] == BlockQuant() and wins[1] == {"None", str(BlockQuant())}
+        assert loses[0] is None and loses[1] == {"None", str(BlockQuant())}
+        assert native[0] is None and native[1] == {"None", str(BlockQuant())}
+        assert none[0] is None and none[1] == {"None"}
+        assert again[0] == BlockQuant()
+        assert refused[0] is None
+        assert any("does not allow parameters by BlockQuant" in text for text in refused[1])
+    first, second = ranks
+    assert [each[0] for each in first] == [each[0] for each in second]
