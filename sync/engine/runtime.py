@@ -223,10 +223,16 @@ class Runtime(RuntimeState):
             self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
         self.tracer.begin()
 
-    def add_unsent(self, rows: torch.Tensor, units: Sequence[PlacedUnit]) -> None:
-        """In a step that sends what residuals hold, add that to the rows of shards of this rank, ``[ranks, numel]``."""
+    def add_unsent(self, rows: torch.Tensor, units: Sequence[PlacedUnit], copies: int = 1) -> None:
+        """In a step that sends what residuals hold, add that to the rows of shards of this rank, ``[ranks, numel]``.
+
+        Args:
+            rows: the rows.
+            units: all units in them.
+            copies: the number of such means of all ranks over which another mean is taken.
+        """
         if self.milestone == _DRAINS:
-            add_unsent(units, rows, self.rank, self._feedback)
+            add_unsent(units, rows, self.rank, self._feedback, copies)
 
     def submit(self, messages: Sequence[Message], buffer: torch.Tensor) -> Future[Outcome]:
         """Queue the messages of a bucket and return a future, whose value is ``buffer`` when all of them are done, or a

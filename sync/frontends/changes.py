@@ -130,7 +130,7 @@ class PlanChanges:
             PlanError: its units do not fit the model. Every rank raises.
         """
         frontend = self._frontend
-        if saved.span != frontend.kind.span:
+        if saved.span != frontend.kind.span():
             saved = saved.for_frontend(frontend.kind)
         plan = self.agreed(resumable(frontend.common(saved), frontend.parameters(), frontend.runtime.world_size))
         self.follow(plan, keeps_unsent=False)

@@ -100,7 +100,7 @@ def uniform_plan(
             raise ValueError("uniform_plan: world_size must be given, because torch.distributed is not initialised")
         group = None if ddp_model is None else ddp_model.process_group
         world_size = dist.get_world_size(group if sharded is None else sharded.averaging(unwrapped))
-    span = MEAN if sharded is None else sharded.kind.span
+    span = MEAN if sharded is None else sharded.kind.span(shape)
     made = plan_of_parameters(parameters, method, world_size, steps, is_exempt, shape, span)
     made.check(parameters.items(), world_size)
     return made
@@ -256,7 +256,7 @@ class Request:
                 listed = "\n  ".join(changes)
                 warnings.warn(f"{_CALLER}: the plan does not fit the model:\n  {listed}", stacklevel=2)
             return fitted, f"plan {self.plan.fingerprint()[:16]}"
-        span = self.frontend.span
+        span = self.frontend.span()
         program = exact_program(span) if self.plan is UNCOMPRESSED else None
         compressor = as_method(f"{_CALLER}: plan", self.plan, otherwise="a Plan, an Auto")
         made = plan_of_parameters(parameters, compressor, world_size, program, span=span)
@@ -270,7 +270,7 @@ class Request:
     def _refuse_another_frontend(self, plan: Plan) -> None:
         """Raise :class:`PlanError` if the plan is for another kind of model."""
         made_for = plan.made_for
-        if made_for is self.frontend or (made_for is None and plan.span == self.frontend.span):
+        if made_for is self.frontend or (made_for is None and plan.span == self.frontend.span()):
             return
         served = "models without shards" if made_for is None else _SERVED[made_for]
         if plan.has_launches:

@@ -102,12 +102,13 @@ def shards_of(unit: PlacedUnit, ranks: int) -> list[tuple[int, int, int]]:
     return [(rank, rank * row, min((rank + 1) * row, numel)) for rank in range(ranks) if rank * row < numel]
 
 
-def add_unsent(units: Sequence[PlacedUnit], rows: torch.Tensor, rank: int, feedback: Feedback) -> None:
-    """Add what the residuals of some units hold to the gradient of this rank, ``[ranks, numel]``; they become zero."""
+def add_unsent(units: Sequence[PlacedUnit], rows: torch.Tensor, rank: int, feedback: Feedback, copies: int = 1) -> None:
+    """Add what the residuals of some units hold to the gradient of this rank, ``[ranks, numel]``, times ``copies``;
+    they become zero."""
     ranks = rows.shape[0]
     for unit in units:
         for each in taken(unit.plan, Topology(ranks), rank, feedback):
-            add_to_rows(unit, each.values, rows, each.weight * ranks)
+            add_to_rows(unit, each.values, rows, each.weight * ranks * copies)
 
 
 def add_to_rows(unit: PlacedUnit, values: torch.Tensor, rows: torch.Tensor, factor: float = 1.0) -> None:

@@ -12,7 +12,7 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..programs.named import default_program, exact_program
-from ..programs.spans import MEAN, SHARD, Span
+from ..programs.spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
 from ..programs.steps import Program
 from ..programs.topology import Topology
 from .arguments import Exempt
@@ -83,7 +83,7 @@ def plan_of_compressors(
         fitted = compressors[name].fit(memory_shape(reals)) if encodable and name in compressors else Identity()
         steps = program if encodable else exact_program(span)
         units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
-    frontend = Frontend.FSDP if span == SHARD else None
+    frontend = Frontend.FSDP if span in (SHARD, SHARD_OF_LEVELS) else None
     return Plan(tuple(units), topology, frontend=frontend).spread_roots(world_size)
 
 

@@ -11,7 +11,7 @@ from gckernels.ops import Identity
 
 from ..programs.named import POWERSGD, exact_program
 from ..programs.sizes import sizes_of
-from ..programs.spans import SHARD, Span
+from ..programs.spans import SHARD, SHARD_OF_LEVELS, Span
 from ..programs.steps import Collective, Encode, Level, ProgramError, describe
 from ..programs.topology import Topology
 from .strides import in_reals
@@ -158,7 +158,7 @@ def _unit_problem(
         return f"{unit.compressor.name} takes whole parameters, one by one"
     if unit.start is not None and unit.also:
         return "a part of merged parameters"
-    if span == SHARD and not takes_shards(unit.compressor):
+    if span in (SHARD, SHARD_OF_LEVELS) and not takes_shards(unit.compressor):
         return f"{unit.compressor.name} takes whole parameters, and FSDP has shards of them"
     levels = {step.level for step in unit.program if isinstance(step, Collective)}
     if topology is None and levels - {Level.FLAT}:

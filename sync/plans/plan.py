@@ -22,7 +22,7 @@ from gckernels.compressor import Compressor, from_json
 from gckernels.ops import BlockQuant, Cast16, Identity
 
 from ..programs.named import ALLTOALL, SHARDS, exact_program
-from ..programs.spans import MEAN, SHARD, Span
+from ..programs.spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
 from ..programs.topology import Topology
 from .arguments import differentiable
 from .checks import contradictions, fitted_units, misfits
@@ -52,10 +52,11 @@ class Frontend(Enum):
     HSDP = "hsdp"  # a model of fully_shard over replicas and shards, or of replicate, with its groups of parameters
     FSDP = "fsdp"  # a model of fully_shard over all ranks, with its groups of parameters
 
-    @property
-    def span(self) -> Span:
-        """The states between which programs for such models go."""
-        return SHARD if self is Frontend.FSDP else MEAN
+    def span(self, topology: Topology | None = None) -> Span:
+        """The states between which programs for such models go, on ranks with a topology."""
+        if self is not Frontend.FSDP:
+            return MEAN
+        return SHARD if topology is None or 1 in (topology.machines, topology.devices) else SHARD_OF_LEVELS
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Plan:
     @property
     def span(self) -> Span:
         """The states between which its programs go."""
-        return MEAN if self.frontend is None else self.frontend.span
+        return MEAN if self.frontend is None else self.frontend.span(self.topology)
 
     @functools.cached_property
     def by_key(self) -> Mapping[str, UnitPlan]:

@@ -10,7 +10,7 @@ from typing import Annotated
 from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
 from gckernels.compressor import Compressor, from_json
 
-from ..programs.named import ALLREDUCE, REDUCE_SCATTER
+from ..programs.named import ALLREDUCE, REDUCE_SCATTER, REDUCE_SCATTER_OF_LEVELS
 from ..programs.steps import Broadcast, Program, program_from_json, program_to_json
 from .arguments import plain_name
 from .json_records import JsonForm, from_value
@@ -90,7 +90,7 @@ class UnitPlan:
     @property
     def in_place(self) -> bool:
         """Whether the unit is averaged where it lies, without compression, or reduced to shards by FSDP2 itself."""
-        return len(self.program) == 1 and self.program in (ALLREDUCE, REDUCE_SCATTER)
+        return self.program in (ALLREDUCE, REDUCE_SCATTER, REDUCE_SCATTER_OF_LEVELS)
 
     def has_residual(self, kind: str) -> bool:
         """Whether an encoding of the unit keeps a residual.

@@ -12,6 +12,7 @@ from .named import (
     PROGRAMS,
     REDUCE_SCATTER,
     SHARDS,
+    SHARDS_OF_LEVELS,
     default_program,
     ring,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "REDUCE_SCATTER",
     "SHARD",
     "SHARDS",
+    "SHARDS_OF_LEVELS",
     "SHARD_INSIDE",
     "SHARD_OF_LEVELS",
     "AllGather",

@@ -6,7 +6,7 @@ from gckernels.codec import Codec
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
-from .spans import MEAN, SHARD, Span
+from .spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
 from .steps import (
     AllGather,
     AllReduce,
@@ -26,6 +26,8 @@ ENCODED_ALLREDUCE: Program = (Encode(), AllReduce(), Decode())
 ALLGATHER: Program = (Encode(), AllGather(), Decode())
 REDUCE_SCATTER: Program = (ReduceScatter(),)
 SHARDS: Program = (Encode(), AllToAll(), Decode())
+REDUCE_SCATTER_OF_LEVELS: Program = (ReduceScatter(Level.INTRA), ReduceScatter(Level.INTER))
+SHARDS_OF_LEVELS: Program = (ReduceScatter(Level.INTRA), Encode(), AllToAll(Level.INTER), Decode())
 POWERSGD: Program = (Encode(), AllReduce(), Encode(), AllReduce(), Decode())
 ALLTOALL: Program = (Encode(), AllToAll(), Decode(), Encode(), AllGather(), Decode())
 PARAMETER_SERVER: Program = (Encode(), Gather(), Decode(), Encode(), Broadcast(), Decode())
@@ -68,7 +70,7 @@ def ring(world_size: int, level: Level = Level.FLAT) -> Program:
 
 def exact_program(span: Span) -> Program:
     """The program for units that nothing encodes."""
-    return REDUCE_SCATTER if span == SHARD else ALLREDUCE
+    return {SHARD: REDUCE_SCATTER, SHARD_OF_LEVELS: REDUCE_SCATTER_OF_LEVELS}.get(span, ALLREDUCE)
 
 
 def default_program(compressor: Compressor, world_size: int, span: Span = MEAN) -> Program:
@@ -77,15 +79,15 @@ def default_program(compressor: Compressor, world_size: int, span: Span = MEAN) 
     Payloads that can be added are reduced, in all rounds of the method. Other payloads are gathered between two ranks,
     which takes one phase and no more bytes than any other program. Among more ranks they go to the owner of each shard
     and back, so that the bytes that a rank sends do not grow with the number of ranks. Where the mean ends in shards,
-    they only go there.
+    they only go there, inside machines without compression if the ranks are in machines.
 
     Args:
         compressor: the method of the unit.
         world_size: number of ranks.
-        span: ``MEAN``, or ``SHARD`` for FSDP2.
+        span: ``MEAN``, or ``SHARD`` or ``SHARD_OF_LEVELS`` for FSDP2.
     """
-    if span == SHARD:
-        return SHARDS
+    if span in (SHARD, SHARD_OF_LEVELS):
+        return SHARDS if span == SHARD else SHARDS_OF_LEVELS
     if not isinstance(compressor, Codec):
         return POWERSGD if compressor.rounds > 1 else ENCODED_ALLREDUCE
     if compressor.traits.summable:

@@ -7,9 +7,10 @@ ranks of the new job like those of any other job. Factors of low-rank methods ar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -25,6 +26,8 @@ from .layout import RankState, join_states
 from .resharding import add_to_first
 
 _FIRST = ENCODINGS[0]
+Rows: TypeAlias = Mapping[str, int]
+"""The number of elements of each stretch of a parameter, by name."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,32 @@ class ModelPart:
         index: the number of the part.
         count: the number of parts.
         starts: the first element of the part in each parameter, by name; ``None`` if its elements are not together.
+        rows: the number of elements of each stretch of a parameter, by name, if the part has the stretches ``index``,
+            ``index + count``, ``index + 2 * count`` and so on.
     """
 
     index: int
     count: int
-    starts: Mapping[str, int] | None
+    starts: Mapping[str, int] | None = None
+    rows: Mapping[str, int] | None = None
 
     @property
-    def entry(self) -> list[int]:
+    def entry(self) -> list[Any]:
         """The entry of the part in a saved state."""
-        return [self.index, self.count]
+        return [self.index, self.count, *([] if self.rows is None else [dict(self.rows)])]
+
+    def cut(self, name: str, values: torch.Tensor, numel: int) -> torch.Tensor:
+        """The part of the values of a parameter, ``[..., numel]``.
+
+        Args:
+            name: the name of the parameter.
+            values: those of all its elements, along the last dimension.
+            numel: the number of elements of the part.
+        """
+        if self.rows is not None:
+            return torch.cat([*_stretches(values, self.rows[name])[self.index :: self.count], values[..., :0]], -1)
+        assert self.starts is not None
+        return values[..., self.starts[name] : self.starts[name] + numel]
 
 
 def read_states(states: Sequence[Any], plan: Plan, part: ModelPart | None) -> Job:
@@ -58,38 +77,41 @@ def read_states(states: Sequence[Any], plan: Plan, part: ModelPart | None) -> Jo
     Raises:
         ValueError: as :func:`~.jobs.read_job`; or a part is damaged or missing, or has elements that are not together.
     """
-    jobs = _jobs(states)
-    if len(jobs) == (1 if part is None else part.count):
+    jobs, rows = _jobs(states)
+    if len(jobs) == (1 if part is None else part.count) and rows == (None if part is None else part.rows):
         return jobs[0 if part is None else part.index]
-    whole = _joined(jobs) if len(jobs) > 1 else jobs[0]
+    whole = _joined(jobs, rows) if len(jobs) > 1 else jobs[0]
     if part is None:
         return whole
-    if part.starts is None:
+    if part.starts is None and part.rows is None:
         raise ValueError(
             "states: the shards of this model are along another dimension than the first; only a job with as "
             "many shards can be continued"
         )
-    return _cut(whole, plan, part.starts)
+    return _cut(whole, plan, part)
 
 
-def _jobs(states: Sequence[Any]) -> list[Job]:
-    """The jobs of all parts in their order; a single one if ranks have whole parameters."""
+def _jobs(states: Sequence[Any]) -> tuple[list[Job], Rows | None]:
+    """The jobs of all parts in their order, a single one if ranks have whole parameters; and the elements of stretches,
+    if parts have several."""
     by_part: dict[int, list[Any]] = {}
-    first_count = 1
+    first_count, first_rows = 1, None
     for number, state in enumerate(states):
         try:
-            index, count = _part_of(state)
+            index, count, rows = _part_of(state)
         except ValueError as error:
             raise ValueError(f"states[{number}]: {error}") from None
         if number == 0:
-            first_count = count
+            first_count, first_rows = count, rows
+        if rows != first_rows:
+            raise ValueError(f"states: states[0] and states[{number}] differ in the stretches of parts")
         if count != first_count:
             raise ValueError(
                 f"states: states[0] and states[{number}] differ in the count of parts: {first_count} and {count}"
             )
         by_part.setdefault(index, []).append(state)
     if first_count == 1:
-        return [read_job(states)]
+        return [read_job(states)], None
     jobs = []
     for index in range(first_count):
         if index not in by_part:
@@ -102,18 +124,24 @@ def _jobs(states: Sequence[Any]) -> list[Job]:
             raise ValueError(f"states: the parts are not of one step: {jobs[0].step} and {jobs[index].step}")
         if _described(jobs[index].plan) != _described(jobs[0].plan):
             raise ValueError(f"states: parts 0 and {index} differ in units, their feedback or compressors")
-    return jobs
+    return jobs, first_rows
 
 
-def _part_of(state: Any) -> tuple[int, int]:
-    """The number of the part of a state, and the count of parts."""
+def _part_of(state: Any) -> tuple[int, int, Rows | None]:
+    """The number of the part of a state, the count of parts, and the elements of stretches, if it has several."""
     if not isinstance(state, dict):
         raise ValueError(f"expected a dict, got {type(state).__name__}")
     match state.get("part", [0, 1]):
-        case [int(index), int(count)] if type(index) is type(count) is int and 0 <= index < count:
-            return index, count
-        case other:
-            raise ValueError(f"part must be two ints, a number and the count of parts, got {other!r}")
+        case [int(index), int(count), *rest] if type(index) is type(count) is int and 0 <= index < count:
+            match rest:
+                case []:
+                    return index, count, None
+                case [dict(rows)] if all(type(row) is int and row >= 0 for row in rows.values()):
+                    return index, count, rows
+    raise ValueError(
+        "part must be two ints, a number and the count of parts, and for parts in stretches a dict of ints, got "
+        f"{state['part']!r}"
+    )
 
 
 def _described(plan: Plan) -> list[tuple[Any, ...]]:
@@ -124,7 +152,21 @@ def _described(plan: Plan) -> list[tuple[Any, ...]]:
     ]
 
 
-def _joined(jobs: Sequence[Job]) -> Job:
+def _merged(name: str, pieces: Sequence[torch.Tensor], rows: Rows | None) -> torch.Tensor:
+    """The values of a parameter, of which ``pieces`` are those of all parts, along the last dimension."""
+    if rows is None:
+        return torch.cat([*pieces], -1)
+    stretches = itertools.zip_longest(*(_stretches(piece, rows[name]) for piece in pieces))
+    return torch.cat([each for together in stretches for each in together if each is not None], -1)
+
+
+def _stretches(values: torch.Tensor, row: int) -> Sequence[torch.Tensor]:
+    """Stretches of ``row`` elements along the last dimension, the last of which may be shorter."""
+    found: Sequence[torch.Tensor] = torch.split(values, max(row, 1), -1)
+    return found
+
+
+def _joined(jobs: Sequence[Job], rows: Rows | None) -> Job:
     """The job of one rank with everything that the jobs of all parts hold."""
     first = jobs[0]
     units, masses = [], dict[str, torch.Tensor]()
@@ -136,25 +178,24 @@ def _joined(jobs: Sequence[Job]) -> Job:
             states_of = unit.encoder(_FIRST).traits.states
             empty = (torch.zeros(states_of, piece.numel, dtype=torch.float64, device="cpu") for piece in pieces)
             each = (none if mass is None else mass for mass, none in zip(held, empty, strict=True))
-            masses[unit.key] = torch.cat(list(each), dim=1)
+            masses[unit.key] = _merged(unit.parameter, [*each], rows)
     names = {name for job in jobs for name in job.parked_sizes}
-    parked = {name: torch.cat([_parked(job, name) for job in jobs]) for name in names}
+    parked = {name: _merged(name, [_parked(job, name) for job in jobs], rows) for name in names}
     return _job(first, units, masses, parked)
 
 
-def _cut(job: Job, plan: Plan, starts: Mapping[str, int]) -> Job:
+def _cut(job: Job, plan: Plan, part: ModelPart) -> Job:
     """The job of one rank with the part of another job that a rank has."""
     units, masses = [], dict[str, torch.Tensor]()
     for unit in plan.units:
         if (old := job.plan.by_key.get(unit.key)) is None:
             continue  # which is refused later
-        start = starts[unit.parameter]
         units.append(_alone(old, unit.numel))
         if (mass := _mass(job, old)) is not None:
-            masses[unit.key] = mass[:, start : start + unit.numel]
+            masses[unit.key] = part.cut(unit.parameter, mass, unit.numel)
     numels = {unit.parameter: unit.numel for unit in plan.units}
     means = job.parked_part(0, 0)
-    parked = {name: mean[starts[name] : starts[name] + numels[name]] for name, mean in means.items()}
+    parked = {name: part.cut(name, mean, numels[name]) for name, mean in means.items()}
     return _job(job, units, masses, parked)
 
 

@@ -29,7 +29,7 @@ class Figures:
     """
 
     def __init__(self, frontend: ModelFrontend) -> None:
-        self._frontend, self._span, self.journal = frontend, frontend.kind.span, Journal()
+        self._frontend, self._span, self.journal = frontend, frontend.kind.span(), Journal()
         self._fingerprinted: tuple[Plan, str] | None = None
 
     def decide(self, decision: Decision) -> None:

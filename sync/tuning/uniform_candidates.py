@@ -46,7 +46,7 @@ class UniformCandidates:
         def made() -> tuple[Plan, ...]:
             weights, world_size = frontend.request.gathered_by, frontend.runtime.world_size
             most = MOST if weights is None else MOST // 2
-            found = candidates(frontend.sent_parameters(), stage, trace, world_size, frontend.kind.span, most)
+            found = candidates(frontend.sent_parameters(), stage, trace, world_size, frontend.kind.span(), most)
             if weights is not None:
                 found = (*(replace(plan, weights=weights) for plan in found), *found)
             return tuple(plan for plan in map(training.checked, found) if plan.compresses)

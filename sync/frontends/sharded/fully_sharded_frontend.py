@@ -29,11 +29,15 @@ from ...messages.shards import add_to_rows
 from ...plans.builders import exempt_vectors
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Frontend, Plan, PlanError, UnitPlan
-from ...programs.named import SHARDS
+from ...programs.named import SHARDS, default_program, exact_program
+from ...programs.spans import SHARD_OF_LEVELS
+from ...programs.topology import Topology
+from ...states.parts import ModelPart
 from ..checks.hooks import weakly
 from ..request import Request
 from .comms import AllGatherComm, ReduceScatterComm, factor_of
 from .gathers import Gathers
+from .machine_levels import MachineLevels
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardBucket, ShardedFrontend
 
@@ -52,16 +56,23 @@ class FullyShardedFrontend(ShardedFrontend):
     """
 
     kind = Frontend.FSDP
+    _levels: MachineLevels | None = None
     _gathers: Gathers | None = None
     _gathered_by: Codec | None = None
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
+        if plan.span == SHARD_OF_LEVELS:
+            assert plan.topology is not None
+            self._levels = MachineLevels(plan.topology, request.group)
         super().__init__(model, plan, request)
-        self.averaged_nbytes = sum(each.nbytes for each in self.parameters().values())
+        parts = self.numels()
+        self.averaged_nbytes = sum(parts[name] * each.element_size() for name, each in self.parameters().items())
         self._gathered_nbytes = 0.0
-        if self.runtime.world_size > 1 and (self.device.type == "cpu" or plan.weights or request.weights):
+        if dist.get_world_size(self.request.group) > 1 and (
+            self.device.type == "cpu" or plan.weights or request.weights
+        ):
             try:
-                self._gathers = Gathers(self.runtime.group, self.device, self._row_numels)
+                self._gathers = Gathers(self.request.group, self.device, self._row_numels)
             except BaseException:
                 self.runtime.close()
                 raise
@@ -97,15 +108,39 @@ class FullyShardedFrontend(ShardedFrontend):
     def _rows_of_bucket(self) -> int:
         return dist.get_world_size(self.request.group)
 
+    def _rows(self) -> dict[str, int]:
+        """The elements that each parameter takes in a row."""
+        return {
+            name: row for group in self._groups for name, row in zip(group.parameters(), group.rows(), strict=False)
+        }
+
     def numels(self) -> dict[str, int]:
-        return {name: each.numel() for name, each in self.parameters().items()}
+        whole = {name: each.numel() for name, each in self.parameters().items()}
+        if (levels := self._levels) is None:
+            return whole
+        return {name: levels.numel(whole[name], row) for name, row in self._rows().items()}
 
     def new_runtime(self, plan: Plan) -> Runtime:
-        return self.request.runtime(plan, self.parameters(), synchronises=plan.compresses)
+        if (levels := self._levels) is None:
+            return self.request.runtime(plan, self.parameters(), synchronises=plan.compresses)
+        local = _on_ranks(plan, self.numels(), None)
+        between = replace(self.request, group=levels.between)
+        runtime = between.runtime(local, self.parameters(), synchronises=plan.compresses)
+        runtime.common_plan = plan
+        runtime.part = ModelPart(levels.device, levels.topology.devices, rows=self._rows())
+        return runtime
+
+    def common(self, plan: Plan) -> Plan:
+        if (levels := self._levels) is None:
+            return plan
+        return _on_ranks(plan, {name: each.numel() for name, each in self.parameters().items()}, levels.topology)
 
     def checked(self, request: Request) -> tuple[Plan, list[str]]:
         plan, lines = super().checked(request)
-        if plan.weights is not None and self._gathers is None and self.runtime.world_size > 1:
+        topology = None if self._levels is None else self._levels.topology
+        if plan.span != Frontend.FSDP.span(topology) and any(not unit.in_place for unit in plan.units):
+            raise PlanError(f"plan is for {plan.topology}, and the model was attached with one for {topology}")
+        if plan.weights is not None and self._gathers is None and self._rows_of_bucket > 1:
             raise PlanError("plan encodes parameters, for which weights must be given to attach")
         return plan, lines
 
@@ -166,30 +201,42 @@ class FullyShardedFrontend(ShardedFrontend):
             runtime, sends = self._begun(), buffer.holds(vector)
             if not sends and not self._fits(index, vector.numel()):
                 return False
-            rows = vector.view(runtime.world_size, -1)
+            rows, copies = self._own_rows(vector, sends)
             if self._delivers or runtime.is_draining:
                 units = self._units(runtime, index)
-                self._deliver(units, rows)
-                runtime.add_unsent(rows, units)
+                self._deliver(units, rows, copies)
+                runtime.add_unsent(rows, units, copies)
             if not sends:
                 return False
-            factor = factor_of(operation, runtime.world_size)
+            factor = factor_of(operation, self._rows_of_bucket)
             self._send(index, rows, functools.partial(torch.mul, rows[runtime.rank], factor, out=output))
         self._finish(index, output)
         return True
 
+    def _own_rows(self, vector: torch.Tensor, sends: bool) -> tuple[torch.Tensor, int]:
+        """The rows that the runtime sends, and the number of ranks over whose means of these rows FSDP takes another
+        mean.
+
+        Args:
+            vector: the rows of all ranks.
+            sends: whether the runtime sends them now; otherwise FSDP does.
+        """
+        if (levels := self._levels) is None:
+            return vector.view(self.runtime.world_size, -1), 1
+        return (levels.reduce(vector), 1) if sends else (levels.own_rows(vector), levels.topology.devices)
+
     def _fits(self, index: int, numel: int) -> bool:
         """Whether all parameters of a group that are not frozen have gradients."""
-        return numel == self.runtime.world_size * sum(shard.row for shard in self._groups[index].shards())
+        return numel == self._rows_of_bucket * sum(shard.row for shard in self._groups[index].shards())
 
-    def _deliver(self, units: Sequence[PlacedUnit], rows: torch.Tensor) -> None:
-        """Add what plans have left behind to the gradients of a group."""
+    def _deliver(self, units: Sequence[PlacedUnit], rows: torch.Tensor, copies: int) -> None:
+        """Add what plans have left behind to the gradients of a group, times ``copies``."""
         for unit in units:
             if unit.plan.parameter in self._delivers:
                 holder = torch.empty(unit.plan.numel, dtype=torch.float32, device=rows.device)
                 holder.grad = torch.zeros_like(holder)
                 self.calls.deliver(unit.plan.parameter, holder)
-                add_to_rows(unit, holder.grad, rows)
+                add_to_rows(unit, holder.grad, rows, copies)
 
     @torch.no_grad()
     def _end_step(self) -> None:
@@ -201,6 +248,17 @@ class FullyShardedFrontend(ShardedFrontend):
         copied = 0 if self._gathers is None else self._gathers.copied_nbytes()
         found = {"gathered_nbytes": self._gathered_nbytes, "copied_nbytes": float(copied)}
         return {name: value for name, value in found.items() if value}
+
+
+def _on_ranks(plan: Plan, numels: Mapping[str, int], topology: Topology | None) -> Plan:
+    """The plan for parameters with other numbers of elements, on ranks with another topology."""
+    span = Frontend.FSDP.span(topology)
+    programs = exact_program(span), default_program(Identity(), 1, span)
+    units = (
+        replace(unit, numel=numels.get(unit.parameter, unit.numel), program=programs[not unit.in_place])
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units), topology=topology, prediction=None)
 
 
 def _encoded(group: ShardGroup, codec: Codec | None) -> list[GatheredParameter]:

@@ -9,6 +9,9 @@ import torch
 
 from ...plans.arguments import plain_name
 from ...plans.plan import Plan, PlanError
+from ...programs.named import REDUCE_SCATTER_OF_LEVELS, SHARDS_OF_LEVELS
+from ...programs.spans import SHARD_OF_LEVELS
+from ...programs.steps import describe
 from ..checks.models import refuse_sparse_parameters, refuse_without_shape, refuse_without_values
 from ..checks.optimizer_checks import refuse_steps_in_backward
 from ..members import listed
@@ -69,5 +72,11 @@ def fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter]) -> t
     if parts := [unit.key for unit in plan.units if unit.also or unit.start is not None]:
         raise PlanError(
             f"plan has parts of parameters, or several as one, which FSDP's shards are not: {listed(parts)}"
+        )
+    served = (SHARDS_OF_LEVELS, REDUCE_SCATTER_OF_LEVELS)
+    if plan.span == SHARD_OF_LEVELS and (other := [each for each in plan.units if each.program not in served]):
+        raise PlanError(
+            f"plan: {other[0].key}: between machines only the program {describe(SHARDS_OF_LEVELS)} is executed, got "
+            f"{describe(other[0].program)}"
         )
     return plan, [summary, *plan.lines()]

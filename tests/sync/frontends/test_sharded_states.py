@@ -3,10 +3,12 @@ loss."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,6 +58,16 @@ def test_a_resumed_training_goes_on_bit_for_bit(by_dcp, form, ranks, tmp_path):
             assert again == alone, (spec, bits)
 
 
+MACHINES = "machines"
+"""Flat shards of ranks that are in machines with two devices each."""
+
+
+def plan_of(model: Any, spec: str, form: str | None, program: str | None = None) -> sync.Plan:
+    """A plan for a model of a form."""
+    topology = (dist.get_world_size() // 2, 2) if form == MACHINES else None
+    return sync.uniform_plan(model, spec, program=program, topology=topology)
+
+
 def as_ddp() -> Any:
     """The model in DDP, with the parameters of the sharded one."""
     torch.manual_seed(0)
@@ -65,7 +77,7 @@ def as_ddp() -> Any:
 def saved(form: str | None, path: str, spec: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The state of a rank after some steps, in DDP or sharded, and its residuals; DCP writes them to a path as well."""
     model = as_ddp() if form is None else model_of(SETTINGS["plain"], form)
-    attachment = sync.attach(model, spec)
+    attachment = sync.attach(model, plan_of(model, spec, form))
     train(model, SETTINGS["plain"], range(3), adamw(model))
     dcp.save({"gckernels": attachment.checkpoint()}, checkpoint_id=path)
     state = attachment.state_dict()
@@ -77,7 +89,7 @@ def loaded(form: str | None, states: list[dict[str, Any]] | None, path: str, spe
     """The residuals of a rank that goes on from the states of all ranks of a job, or from what DCP has written."""
     model = as_ddp() if form is None else model_of(SETTINGS["plain"], form)
     program = None if form or spec == "PowerSGD" else "allgather"
-    attachment = sync.attach(model, sync.uniform_plan(model, spec, program=program))
+    attachment = sync.attach(model, plan_of(model, spec, form, program))
     if states is None:
         dcp.load({"gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)
     else:
@@ -90,10 +102,19 @@ def loaded(form: str | None, states: list[dict[str, Any]] | None, path: str, spe
 
 def whole_means(ranks: list[dict[str, torch.Tensor]], form: str | None) -> dict[str, torch.Tensor]:
     """The means of residuals over the ranks that have the same elements, of whole parameters."""
-    parts = [ranks[shard::2] for shard in range(2)] if form == "hsdp" else [ranks]
-    return {
-        name: torch.cat([torch.stack([each[name] for each in part]).mean(0) for part in parts]) for name in ranks[0]
-    }
+    parts = [ranks[shard::2] for shard in range(2)] if form in ("hsdp", MACHINES) else [ranks]
+    means = {name: [torch.stack([each[name] for each in part]).mean(0) for part in parts] for name in ranks[0]}
+    if form == MACHINES:  # the shards of two devices in turns
+        means = {name: in_turns(name, *each, ranks=len(ranks)) for name, each in means.items()}
+    return {name: torch.cat(each) for name, each in means.items()}
+
+
+def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """The shards of a parameter, of which every other one is in ``first``."""
+    shape = dict(Net().named_parameters())[name].shape
+    row = -(-shape[0] // ranks) * (first.numel() + second.numel()) // shape[0]
+    pairs = itertools.zip_longest(first.split(row), second.split(row), fillvalue=first[:0])
+    return [each for pair in pairs for each in pair]
 
 
 @pytest.mark.parametrize(
@@ -108,6 +129,10 @@ def whole_means(ranks: list[dict[str, torch.Tensor]], form: str | None) -> dict[
         (("hsdp", 4), (None, 2), False, "PowerSGD"),
         ((None, 2), ("hsdp", 4), False, "PowerSGD"),
         (("hsdp", 4), ("hsdp", 4), False, QUANT),
+        ((MACHINES, 4), (MACHINES, 4), False, QUANT),
+        ((MACHINES, 4), ("hsdp", 4), False, QUANT),
+        (("fsdp", 3), (MACHINES, 4), False, QUANT),
+        ((MACHINES, 6), (None, 2), False, QUANT),
     ],
 )
 def test_residuals_go_from_ddp_to_shards_and_back(before, after, by_dcp, spec, tmp_path):
