@@ -11,7 +11,7 @@ from bench.lib.step_tables import bits_per_s, network_name, rate_name
 
 STEPS, TRAINING = (RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training"))
 NATIVE, AGAIN = "native", "native again"
-WEIGHTS = ", weights "
+WEIGHTS, FLAT = ", weights ", ", shards over all ranks"
 
 
 def steps_table(path: Path = STEPS) -> str:
@@ -40,9 +40,6 @@ def accuracy_table(path: Path = TRAINING) -> str:
 
 
 def _name(arm: str) -> str:
-    if arm == NATIVE:
-        return "nothing"
-    if arm == "auto":
-        return "`sync.attach(model)`"
-    plan, _, weights = arm.partition(WEIGHTS)
-    return f"`{plan}`" + (f', `weights="{weights}"`' if weights else "")
+    plan, _, weights = arm.removesuffix(FLAT).partition(WEIGHTS)
+    attached = {NATIVE: "nothing", "auto": "`sync.attach(model)`"}.get(plan, f"`{plan}`")
+    return attached + (f', `weights="{weights}"`' if weights else "") + (FLAT if arm.endswith(FLAT) else "")

@@ -6,9 +6,10 @@
 
 Every model, network and rate is a cell with links of its own (``sync/lab``). Over machines with one rank each the model
 is sharded over all ranks; over machines with several, its shards are inside the machines and its replicas between
-them. Copies of the model take turns within one process: FSDP's own collectives; those again, which shows the noise
-floor; and an attachment for each further arm. An arm is a compressor, with ``, weights`` and another one for the
-parameters that are gathered, or ``auto``, which first trains until its plan stands.
+them, unless an arm ends with ``, shards over all ranks``. Copies of the model take turns within one process: FSDP's own
+collectives; those again, which shows the noise floor; and an attachment for each further arm. An arm is a compressor,
+or ``auto``, which first trains until its plan stands; with ``, weights`` and a compressor, that encodes the parameters
+that are gathered, or may do so.
 
 Rows of ``bench/results/cpu/sharded.csv`` have the median time of a step, which ends when the slowest rank has finished
 it, median and quartiles of the ratios to FSDP's own step in the same round, and the bytes that a rank sends in a step
@@ -36,9 +37,13 @@ from gckernels.sync.lab import UNTHROTTLED, Network, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_native", "ratio_quartile_1", "ratio_quartile_3", "wire_nbytes", "chosen")
-NATIVE, AGAIN, AUTO, WEIGHTS = "native", "native again", "auto", ", weights "
+NATIVE, AGAIN, AUTO, WEIGHTS, FLAT = "native", "native again", "auto", ", weights ", ", shards over all ranks"
 ARMS = (NATIVE, AGAIN, "Identity", "BlockQuant(bits=4)", "EFSignSGD", AUTO)
-WITH_WEIGHTS = ("BlockQuant(bits=4), weights BlockQuant", "BlockQuant(bits=4), weights BlockQuant(bits=4)")
+WITH_WEIGHTS = (
+    "BlockQuant(bits=4), weights BlockQuant",
+    "BlockQuant(bits=4), weights BlockQuant(bits=4)",
+    "auto, weights BlockQuant",
+)
 RATES = ("20mbit", "100mbit", UNTHROTTLED)
 ROUNDS, ROUNDS_MIN, WARM_UP, TUNING_STEPS, BUDGET_S = 20, 5, 3, 150, 60
 
@@ -54,7 +59,8 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network and rate."""
 
     def arms(network: Network) -> list[str]:
-        usual = ARMS if network.ranks_per_machine > 1 else (*ARMS, *WITH_WEIGHTS)
+        flat = (f"{arm}{FLAT}" for arm in (NATIVE, *WITH_WEIGHTS[:2]))
+        usual = (*ARMS, *(flat if network.ranks_per_machine > 1 else WITH_WEIGHTS))
         return [NATIVE, *(args.arms or usual)]
 
     return cells.grid(args, arms)
@@ -74,7 +80,7 @@ class ShardedArm:
         self._loss, self._model = workload.loss, workload.model()
         self._batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
         inside = network.ranks_per_machine
-        if inside > 1:
+        if inside > 1 and not spec.endswith(FLAT):
             mesh = init_device_mesh("cpu", (network.machines, inside), mesh_dim_names=("replicate", "shard"))
         else:
             mesh = init_device_mesh("cpu", (network.ranks,))
@@ -83,10 +89,11 @@ class ShardedArm:
                 fully_shard(layer, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
         self.attachment: sync.Attachment | None = None
-        plan, _, weights = spec.partition(WEIGHTS)
-        if spec == AUTO:
-            self.attachment = sync.attach(self._model)
-        elif spec not in (NATIVE, AGAIN):
+        plan, _, weights = spec.removesuffix(FLAT).partition(WEIGHTS)
+        self.is_tuned = plan == AUTO
+        if self.is_tuned:
+            self.attachment = sync.attach(self._model, weights=weights or None)
+        elif plan not in (NATIVE, AGAIN):
             self.attachment = sync.attach(self._model, plan, weights=weights or None)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
@@ -110,8 +117,9 @@ class ShardedArm:
 def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Measure the arms of a cell; returns their rows."""
     arms = {spec: ShardedArm(spec, str(cell.columns["model"]), cell.network) for spec in cell.arms}
-    if AUTO in arms:
-        arms[AUTO].tune()
+    for arm in arms.values():
+        if arm.is_tuned:
+            arm.tune()
     steps = {spec: arm.step for spec, arm in arms.items()}
     take_turns(steps, 0, WARM_UP)
     start_s = time.monotonic()
