@@ -11,7 +11,8 @@ from bench.lib.step_tables import bits_per_s, network_name, rate_name
 
 STEPS, TRAINING = (RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training"))
 NATIVE, AGAIN = "native", "native again"
-WEIGHTS, FLAT = ", weights ", ", shards over all ranks"
+WEIGHTS, FLAT, LEVELS = ", weights ", ", shards over all ranks", ", added up inside machines"
+"""The parts of an arm behind its plan."""
 
 
 def steps_table(path: Path = STEPS) -> str:
@@ -40,6 +41,7 @@ def accuracy_table(path: Path = TRAINING) -> str:
 
 
 def _name(arm: str) -> str:
-    plan, _, weights = arm.removesuffix(FLAT).partition(WEIGHTS)
+    ending = next((each for each in (FLAT, LEVELS) if arm.endswith(each)), "")
+    plan, _, weights = arm.removesuffix(ending).partition(WEIGHTS)
     attached = {NATIVE: "nothing", "auto": "`sync.attach(model)`"}.get(plan, f"`{plan}`")
-    return attached + (f', `weights="{weights}"`' if weights else "") + (FLAT if arm.endswith(FLAT) else "")
+    return attached + (f', `weights="{weights}"`' if weights else "") + ending

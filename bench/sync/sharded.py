@@ -6,7 +6,8 @@
 
 Every model, network and rate is a cell with links of its own (``sync/lab``). Over machines with one rank each the model
 is sharded over all ranks; over machines with several, its shards are inside the machines and its replicas between
-them, unless an arm ends with ``, shards over all ranks``. Copies of the model take turns within one process: FSDP's own
+them, unless an arm ends with ``, shards over all ranks``, or with ``, added up inside machines``, where its plan has a
+topology as well. Copies of the model take turns within one process: FSDP's own
 collectives; those again, which shows the noise floor; and an attachment for each further arm. An arm is a compressor,
 or ``auto``, which first trains until its plan stands; with ``, weights`` and a compressor, that encodes the parameters
 that are gathered, or may do so.
@@ -32,12 +33,13 @@ from bench.lib import cells
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.models import WORKLOADS
 from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
+from bench.lib.sharded_tables import AGAIN, FLAT, LEVELS, NATIVE, WEIGHTS
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_native", "ratio_quartile_1", "ratio_quartile_3", "wire_nbytes", "chosen")
-NATIVE, AGAIN, AUTO, WEIGHTS, FLAT = "native", "native again", "auto", ", weights ", ", shards over all ranks"
+AUTO = "auto"
 ARMS = (NATIVE, AGAIN, "Identity", "BlockQuant(bits=4)", "EFSignSGD", AUTO)
 WITH_WEIGHTS = (
     "BlockQuant(bits=4), weights BlockQuant",
@@ -59,7 +61,8 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     """A cell for each model, network and rate."""
 
     def arms(network: Network) -> list[str]:
-        flat = (f"{arm}{FLAT}" for arm in (NATIVE, *WITH_WEIGHTS[:2]))
+        flat = (f"{arm}{ending}" for ending in (FLAT, LEVELS) for arm in (NATIVE, *WITH_WEIGHTS[:2]))
+        flat = (arm for arm in flat if arm != NATIVE + LEVELS)
         usual = (*ARMS, *(flat if network.ranks_per_machine > 1 else WITH_WEIGHTS))
         return [NATIVE, *(args.arms or usual)]
 
@@ -80,7 +83,7 @@ class ShardedArm:
         self._loss, self._model = workload.loss, workload.model()
         self._batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
         inside = network.ranks_per_machine
-        if inside > 1 and not spec.endswith(FLAT):
+        if inside > 1 and not spec.endswith((FLAT, LEVELS)):
             mesh = init_device_mesh("cpu", (network.machines, inside), mesh_dim_names=("replicate", "shard"))
         else:
             mesh = init_device_mesh("cpu", (network.ranks,))
@@ -89,12 +92,14 @@ class ShardedArm:
                 fully_shard(layer, mesh=mesh)
         fully_shard(self._model, mesh=mesh)
         self.attachment: sync.Attachment | None = None
-        plan, _, weights = spec.removesuffix(FLAT).partition(WEIGHTS)
+        plan, _, weights = spec.removesuffix(FLAT).removesuffix(LEVELS).partition(WEIGHTS)
         self.is_tuned = plan == AUTO
         if self.is_tuned:
             self.attachment = sync.attach(self._model, weights=weights or None)
         elif plan not in (NATIVE, AGAIN):
-            self.attachment = sync.attach(self._model, plan, weights=weights or None)
+            topology = (network.machines, inside) if spec.endswith(LEVELS) else None
+            made = sync.uniform_plan(self._model, plan, topology=topology)
+            self.attachment = sync.attach(self._model, made, weights=weights or None)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
     def step(self) -> tuple[float, float]:
