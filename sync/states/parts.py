@@ -57,7 +57,7 @@ class ModelPart:
 
         Args:
             name: the name of the parameter.
-            values: those of all its elements, along the last dimension.
+            values: the values of all its elements, along the last dimension.
             numel: the number of elements of the part.
         """
         if self.rows is not None:

@@ -53,7 +53,7 @@ class MachineLevels:
 
         Args:
             whole: the number of its elements.
-            row: those in each row.
+            row: the elements that it takes in each row.
         """
         first = (self.device + machine * self.topology.devices for machine in range(self.topology.machines))
         return sum(min(max(whole - index * row, 0), row) for index in first)
