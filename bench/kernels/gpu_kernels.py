@@ -20,7 +20,7 @@ import torch
 
 from bench.lib.budget import Budget
 from bench.lib.card import Card
-from bench.lib.cases import BOUND, COMPILED, EAGER, FUSED, TORCH, Case, Tensors, all_specs, new_tensors
+from bench.lib.cases import BOUND, COMPILED, EAGER, EIGHT_BITS, FUSED, TORCH, Case, Tensors, all_specs, new_tensors
 from bench.lib.faults import is_broken
 from bench.lib.peers import PEERS
 from bench.lib.program import python_arguments
@@ -31,6 +31,7 @@ BANDWIDTH_SIZES = ((2**26, "float32"), (2**24, "float32"), (2**26, "bfloat16"), 
 """Sizes in elements and dtypes at which all configurations are measured, the most important first."""
 LARGE_NUMEL = 2**28
 LARGE_SPECS = ("EFSignSGD", "BlockQuant", "TernGrad", "TopK")
+EIGHT_BIT_SPECS = ("BlockQuant(bits=4)", "EFSignSGD")
 PEER_NUMEL = 2**24
 REFERENCES = ("BlockQuant", "EFSignSGD", "BlockQuant(bits=4)", "Cast16", "BlockFP8", "TernGrad", "QSGD", "OneBit")
 """Compressors that are compared with their compiled references, the most important first."""
@@ -44,6 +45,7 @@ def bandwidth_cases() -> list[Case]:
     for numel, dtype in BANDWIDTH_SIZES:
         cases += [Case("copy", "copy", 1, TORCH, numel)] if dtype == "float32" else []
         cases += [case for spec in all_specs() for case in directions(spec, numel, dtype)]
+        cases += [Case(spec, "encode", 1, EIGHT_BITS, numel, dtype) for spec in EIGHT_BIT_SPECS]
         if (numel, dtype) == BANDWIDTH_SIZES[0]:
             cases += host_cost_cases()
     return cases + [case for spec in LARGE_SPECS for case in directions(spec, LARGE_NUMEL, "float32")]

@@ -39,6 +39,7 @@ EAGER_NUMEL = 2**22  # the only size at which references are measured: larger on
 YARDSTICK_NUMEL = 2**24  # 64 MiB, too large for the caches; rates on the host are percentages of copying it
 MERGED_SOURCES = 4
 FUSED, BOUND, EAGER, COMPILED, TORCH = "gckernels", "gckernels, bound", "eager torch", "compiled torch", "torch"
+EIGHT_BITS = "gckernels, residual in 8 bits"
 """Names of the implementations."""
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # gradient, residual, output; all of the same length
@@ -52,10 +53,10 @@ class Case:
         spec: the compressor, as ``gckernels.from_spec`` reads it, or ``"copy"``.
         direction: ``"encode"``, ``"decode"``, ``"recode"`` or ``"copy"``.
         sources: number of payloads that ``decode`` and ``recode`` merge; otherwise 1.
-        implementation: :data:`FUSED`; :data:`BOUND` for the same in a batch of one unit; :data:`EAGER` for the
-            compressor's reference in plain torch, which is written to be read, not to be fast; :data:`COMPILED` for
-            that reference under ``torch.compile``; a name in ``PEERS`` of ``peers.py`` for that quantiser, compiled,
-            which has no feedback; :data:`TORCH` for copies.
+        implementation: :data:`FUSED`; :data:`BOUND` for the same in a batch of one unit; :data:`EIGHT_BITS` for
+            encoding with a residual in 8 bits; :data:`EAGER` for the compressor's reference in plain torch, which is
+            written to be read, not to be fast; :data:`COMPILED` for that reference under ``torch.compile``; a name in
+            ``PEERS`` of ``peers.py`` for that quantiser, compiled, which has no feedback; :data:`TORCH` for copies.
         numel: number of elements of the gradient.
         dtype: dtype of the gradient and the output; fp32 for copies. ``recode`` always computes in fp32.
     """
@@ -93,6 +94,8 @@ class Case:
             return payloads_nbytes + residual_nbytes + shard.payload_nbytes(self.numel)
         feedback = self.direction == "encode" and compressor.traits.needs_feedback
         residual_nbytes = 8 * compressor.traits.states * self.numel if feedback else 0
+        if self.implementation == EIGHT_BITS:
+            residual_nbytes = 2 * gckernels.residual_nbytes(self.numel)
         return grad_nbytes + residual_nbytes + payloads_nbytes
 
     @property
@@ -134,6 +137,8 @@ class Case:
         *_, payload = payloads  # written by encode and recode
         if self.direction == "encode":
             feedback = _zeroed(residual, compressor.traits.states) if compressor.traits.needs_feedback else None
+            if self.implementation == EIGHT_BITS:
+                feedback = gckernels.encode_residual(residual)
             return self._encode(grad, feedback, payload)
         received = payloads[: self.sources]
         for source, each in enumerate(received):  # from different gradients: sparse payloads must not coincide
@@ -146,7 +151,7 @@ class Case:
 
     def _encode(self, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor) -> Callable[[], Any]:
         compressor = self.compressor
-        if self.implementation == FUSED:
+        if self.implementation in (FUSED, EIGHT_BITS):
             return lambda: compressor.encode(grad, residual, payload)
         if self.implementation == BOUND:
             return bind_encodes([Encoding(compressor, grad, residual, payload)])
@@ -173,8 +178,8 @@ class Case:
         return self._peer(lambda: out.copy_(peer.decode(codes, scales)))
 
     def launches(self) -> list[Launch]:
-        """The launches that the call makes on a GPU, recorded without one; only :data:`FUSED` and :data:`BOUND`."""
-        if self.implementation not in (FUSED, BOUND):
+        """The launches that the call makes on a GPU, recorded without one; none of implementations in torch."""
+        if self.implementation not in (FUSED, BOUND, EIGHT_BITS):
             return []
         compressor, shard, scale = self.compressor, self.compressor.shard_compressor, 1.0 / self.sources
         bound = self.implementation == BOUND
@@ -182,6 +187,8 @@ class Case:
         grad = torch.empty(self.numel, dtype=self.torch_dtype, device=device)
         states = (shard if self.direction == "recode" else compressor).traits.states
         residual = torch.empty(states * self.numel, device=device)
+        if self.implementation == EIGHT_BITS:
+            residual = torch.empty(1, gckernels.residual_nbytes(self.numel), dtype=torch.uint8, device=device)
         payloads = torch.empty(self.sources, 1, compressor.payload_nbytes(self.numel), dtype=torch.uint8, device=device)
         with record_launches() as recorded:
             if self.direction == "encode":
