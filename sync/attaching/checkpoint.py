@@ -8,6 +8,9 @@ DCP loads into existing tensors, whose sizes depend on what was saved, so the he
 same route as before, each rank reads its own row. For any other unit, each rank reads a part of the columns, in all
 rows. It computes its part of the mass (:mod:`~gckernels.sync.states.resharding`) from them, and the parts are gathered,
 one unit at a time. So no rank holds more of the old residuals than its share.
+
+Ranks that have only parts of the parameters, as with replicas of shards, save one job for each part. Ranks with other
+parts, or with all parameters, read the states of all ranks (:mod:`.saved_states`).
 """
 
 from __future__ import annotations
@@ -31,15 +34,15 @@ from ..plans.plan import UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.dcp_guard import Refusal, refuse_to_be_deeper
-from ..states.header import GROUP, HEADER, find_header, name_of_group, parse, split, text_of
+from ..states.header import GROUP, HEADER, PARKED, find_headers, name_of_group, own_group, parse, text_of
 from ..states.jobs import Job
 from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
 from ..states.resharding import check_fit, route
+from .saved_states import SavedStates
 from .saving import SavedTraining
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
-_PARKED = "parked"  # the name of what plans have left behind; its rows are the parts of the ranks
 _UNREAD = torch.nan  # marks elements that DCP has not loaded
 
 
@@ -56,6 +59,7 @@ class Checkpoint:
         if not (key is None or isinstance(key, str)):
             raise TypeError(f"checkpoint: key must be a string, got {type(key).__name__}")
         self._training, self._key = saved, key
+        self._all: SavedStates | None = None  # if those of all ranks are read
         self._reads: Any = FileSystemReader(reads) if isinstance(reads, str | os.PathLike) else reads
 
     @property
@@ -76,8 +80,13 @@ class Checkpoint:
         if self._reads is None:
             inside, found = name_of_group(self._runtime.group), self._saved()
         else:
-            inside, job = self._read_header()
-            found = self._targets(job)
+            texts = self._read_headers()
+            part = self._runtime.part
+            own = own_group(texts, name_of_group(self._runtime.group), None if part is None else part.entry)
+            if own is None:
+                self._all = SavedStates(texts)
+                return self._all.targets()
+            inside, found = own, self._targets(self._adopted(texts[own]))
         return {inside: found} if inside else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -87,6 +96,10 @@ class Checkpoint:
             ValueError: the tensors are incomplete or damaged, or do not fit the plan. Nothing has been changed.
             RuntimeError: another rank has raised this error. Nothing has been changed.
         """
+        if self._all is not None:
+            self._training.load_state_dict(self._all.loaded(state_dict), together=True)
+            self._reads = self._all = None
+            return
         runtime = self._runtime
 
         def check() -> tuple[tuple[_SpreadJob, Callable[[], None]], list[str]]:
@@ -114,8 +127,8 @@ class Checkpoint:
         found: dict[str, Any] = {HEADER: text_of(state | self._training.notes(), sizes)}
         feedback: RankState = state["feedback"]
         job = Job(runtime.plan, runtime.topology, state["step"], frozenset(state["units"]), {})
-        rows = [(kind, unit.key, width, feedback[kind].get(unit.key)) for unit, kind, width in _max_sizes(job)]
-        rows += [(_PARKED, name, width, parts.get(name)) for name, width in sizes.items()]
+        rows = [(kind, unit.key, width, feedback[kind].get(unit.key)) for unit, kind, width in job.largest_residuals()]
+        rows += [(PARKED, name, width, parts.get(name)) for name, width in sizes.items()]
         mesh = self._mesh()
         for kind, key, width, values in rows:
             found.setdefault(kind, {})[key] = DTensor.from_local(_row(values, width), mesh, [_ROWS])
@@ -123,22 +136,28 @@ class Checkpoint:
 
     # ---------------------------------------------------------------- loading
 
-    def _read_header(self) -> tuple[str, Job]:
-        """The name of the group that has saved the job, and the job without residuals and factors. Collective."""
+    def _read_headers(self) -> dict[str, str]:
+        """The headers, by the names of the groups that have saved them. Collective."""
         runtime, reader = self._runtime, self._reads
 
-        def find() -> tuple[str, list[str]]:
-            name = find_header(reader.read_metadata(), self._key, name_of_group(runtime.group))
-            return name, [name]
+        def find() -> tuple[dict[str, str], list[str]]:
+            names = find_headers(reader.read_metadata(), self._key)
+            return names, sorted(names.values())
 
-        name = agreed("load", runtime.group, runtime.device, find)
-        read: dict[str, Any] = {name: ""}
+        names = agreed("load", runtime.group, runtime.device, find)
+        read: dict[str, Any] = dict.fromkeys(sorted(names.values()), "")
         load(read, storage_reader=reader, process_group=runtime.group)
-        job = parse(read[name])
+        for text in read.values():
+            parse(text)  # checks it
+        return {group: read[name] for group, name in names.items()}
+
+    def _adopted(self, text: str) -> Job:
+        """The job of a header, without residuals and factors, whose plan runs now if there is no other. Collective."""
+        job = parse(text)
         if self._training.adopts_plans:
             self._training.adopt(job.plan)
         check_fit(job.plan, self._runtime.plan)
-        return split(name)[1], job
+        return job
 
     def _targets(self, job: Job) -> dict[str, Any]:
         found: dict[str, Any] = {HEADER: Refusal(b"what checkpoint() was given to read has not been loaded yet")}
@@ -160,7 +179,7 @@ class Checkpoint:
             rows, expected = state_dict.get(kind, {}).get(key), ((job.topology.world_size, width), (placement,))
             is_read = isinstance(rows, DTensor) and ((*rows.shape,), rows.placements) == expected
             local: torch.Tensor | None = rows.to_local() if is_read else None
-            if kind == _PARKED:
+            if kind == PARKED:
                 if local is None or not local.isfinite().all():
                     raise ValueError(f"checkpoint: what was parked of {key} has not been loaded, or holds inf or NaN")
                 parked[key] = local[0] if placement == _ROWS else local
@@ -195,18 +214,15 @@ class Checkpoint:
         runtime = self._runtime
         if runtime.world_size > 1:
             now = {unit.key: route(unit, runtime.topology) for unit in runtime.plan.units}
-            for unit, kind, width in _max_sizes(job):
+            for unit, kind, width in job.largest_residuals():
                 yield kind, unit.key, width, _ROWS if route(unit, job.topology) == now[unit.key] else _COLUMNS
         placement = _ROWS if job.topology.world_size == runtime.world_size else _COLUMNS
         for name, width in job.parked_sizes.items():
-            yield _PARKED, name, width, placement
+            yield PARKED, name, width, placement
 
     def _factors(self, job: Job) -> Iterator[tuple[str, str, int]]:
         """Kind, unit and number of elements of each old factor, of which a new job of one rank needs none."""
-        for unit in job.plan.units if self._runtime.world_size > 1 else ():
-            if unit.key in job.units:
-                for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
-                    yield kind, unit.key, numel
+        return job.factors() if self._runtime.world_size > 1 else iter(())
 
     def _mesh(self) -> DeviceMesh:
         return DeviceMesh.from_group(self._runtime.group, _CPU.type)
@@ -231,7 +247,7 @@ class _SpreadJob(Job):
 
     @property
     def has_unsent(self) -> bool:
-        return any(_max_sizes(self))
+        return any(self.largest_residuals())
 
     def parked_part(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
         """As in :class:`Job`. Collective if the old job had another number of ranks."""
@@ -262,18 +278,6 @@ class _SpreadJob(Job):
             all_gather(parts.view(-1), part.to(parts.device).view(-1), group=group)
             for encoding, vector in zip(distinct, parts.cpu().transpose(0, 1).flatten(1), strict=True):
                 yield kind, encoding, vector[: unit.encoder(kind).traits.states * (encoding.stop - encoding.start)]
-
-
-def _max_sizes(job: Job) -> Iterator[tuple[UnitPlan, str, int]]:
-    """The size of the largest residual on any rank, for every encoding of every unit that has been compressed.
-
-    Yields:
-        Unit, kind of the encoding, number of elements.
-    """
-    for unit in job.plan.units:
-        if unit.key in job.units:
-            for kind, width in max_sizes(unit, job.topology).items():
-                yield unit, kind, width
 
 
 def _row(values: torch.Tensor | None, width: int) -> torch.Tensor:

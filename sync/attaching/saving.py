@@ -45,18 +45,24 @@ class SavedTraining:
         parked = self.parking.state_dict()
         return self.runtime.state_dict() | ({"parked": parked} if parked else {}) | self.notes()
 
-    def load_state_dict(self, state: Any) -> None:
-        """Continue from a state, or from those of all ranks."""
-        if not self.adopts_plans:
+    def load_state_dict(self, state: Any, together: bool = False) -> None:
+        """Continue from a state, or from those of all ranks.
+
+        Args:
+            state: the state, or a list of all.
+            together: whether all ranks call this together, and raise if one does. They do in any case if they adopt the
+                plan.
+        """
+
+        def check() -> tuple[tuple[Job, Callable[[], None]], list[str]]:
             job = self.runtime.read(state)
-            take_notes = self.read_notes(job)
-        else:
+            return (job, self.read_notes(job)), [f"step {job.step}", *self._frontend.common(job.plan).lines()]
 
-            def check() -> tuple[tuple[Job, Callable[[], None]], list[str]]:
-                job = self.runtime.read(state)
-                return (job, self.read_notes(job)), [f"step {job.step}", *self._frontend.common(job.plan).lines()]
-
+        if together or self.adopts_plans:
             job, take_notes = agreed("load_state_dict", self._frontend.group, self._frontend.device, check)
+        else:
+            (job, take_notes), _ = check()
+        if self.adopts_plans:
             self.adopt(job.plan)
         self.runtime.take_over(job)
         take_notes()

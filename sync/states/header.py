@@ -22,6 +22,8 @@ HEADER = "gckernels"
 """The name of the header; its siblings are named after the kinds of residuals and factors."""
 GROUP = "group_of_rank_"
 """The prefix of the names of groups."""
+PARKED = "parked"
+"""The name of what plans have left behind; its rows are the parts of the ranks."""
 FORMAT, VERSION = "gckernels.checkpoint", 1
 
 
@@ -33,7 +35,7 @@ def text_of(state: dict[str, Any], parked_sizes: Mapping[str, int]) -> str:
         parked_sizes: the number of elements of each parameter of which something is parked.
     """
     head = {"format": FORMAT, "version": VERSION, "parked": dict(parked_sizes)}
-    notes = {name: state[name] for name in NOTES if name in state}
+    notes = {name: state[name] for name in (*NOTES, "part") if name in state}
     return json.dumps(head | {name: state[name] for name in ("step", "world_size", "plan", "units")} | notes)
 
 
@@ -62,13 +64,18 @@ def name_of_group(group: dist.ProcessGroup) -> str:
     return "" if len(ranks) == dist.get_world_size() else f"{GROUP}{ranks[0]}"
 
 
-def find_header(metadata: Metadata, key: str | None, group: str) -> str:
-    """The name under which a header was saved.
+def part_in(text: str) -> list[int] | None:
+    """The part of the parameters that the ranks of a job had, from its header; ``None`` if they had all."""
+    part: list[int] | None = json.loads(text).get("part")
+    return part
+
+
+def find_headers(metadata: Metadata, key: str | None) -> dict[str, str]:
+    """The names under which headers were saved, by the names of the groups that have saved them.
 
     Args:
         metadata: metadata of the checkpoint.
-        key: key under which ``checkpoint()`` was saved; needed if the checkpoint has several headers.
-        group: :func:`name_of_group` of the ranks that load; needed if several groups have saved.
+        key: key under which ``checkpoint()`` was saved; needed if it was saved under several.
 
     Raises:
         ValueError: the checkpoint has no header, none under ``key``, or several between which nothing decides.
@@ -83,12 +90,29 @@ def find_header(metadata: Metadata, key: str | None, group: str) -> str:
         raise ValueError("checkpoint: nothing was saved by gckernels in this checkpoint")
     if key is None and len(keys) > 1:
         raise ValueError(f"checkpoint: gckernels has saved under {listed}; pass one of these as key")
-    groups = {split(name)[1]: name for name in names if split(name)[0] == (keys[0] if key is None else key)}
-    if len(groups) > 1 and group not in groups:
+    return {split(name)[1]: name for name in names if split(name)[0] == (keys[0] if key is None else key)}
+
+
+def own_group(texts: Mapping[str, str], group: str, part: list[int] | None) -> str | None:
+    """The name of the group whose job some ranks continue; ``None`` if they have other parts of the parameters, and
+    need the jobs of all groups.
+
+    Args:
+        texts: headers by the names of groups.
+        group: :func:`name_of_group` of the ranks.
+        part: the entry of their part; ``None`` if they have all parameters.
+
+    Raises:
+        ValueError: several groups have saved a job of whole parameters each, and this group is none of them.
+    """
+    own = group if group in texts else next(iter(texts)) if len(texts) == 1 else None
+    if own is not None and part_in(texts[own]) == part:
+        return own
+    if all(part_in(text) is None for text in texts.values()) and len(texts) > 1:
         raise ValueError(
-            f"checkpoint: saved by the groups {', '.join(sorted(groups))}, but to be loaded by {group or 'all ranks'}"
+            f"checkpoint: saved by the groups {', '.join(sorted(texts))}, but to be loaded by {group or 'all ranks'}"
         )
-    return groups.get(group) or next(iter(groups.values()))
+    return None
 
 
 def split(name: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from ..programs.sizes import sizes_of
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS, NOUNS
 from ..resources.feedback import check_state as check_feedback
-from .layout import FACTORS, RankState, kept_regions, residual_sizes, split_states
+from .layout import FACTORS, RankState, kept_regions, max_sizes, residual_sizes, split_states
 
 MAX_STEPS = 2**48
 """Upper bound of the integers in a state; no training has as many steps."""
@@ -76,6 +76,24 @@ class Job:
             for name, part in parts.items():
                 means[name] += part.detach().cpu().double() / len(self.parked)
         return {name: mean.float() for name, mean in means.items()}
+
+    def largest_residuals(self) -> Iterator[tuple[UnitPlan, str, int]]:
+        """The size of the largest residual on any rank, for every encoding of every unit that has been compressed.
+
+        Yields:
+            Unit, kind of the encoding, number of elements.
+        """
+        for unit in self.plan.units:
+            if unit.key in self.units:
+                for kind, width in max_sizes(unit, self.topology).items():
+                    yield unit, kind, width
+
+    def factors(self) -> Iterator[tuple[str, str, int]]:
+        """Kind, unit and number of elements of each factor."""
+        for unit in self.plan.units:
+            if unit.key in self.units:
+                for kind, numel in unit.compressor.factor_sizes(unit.numel).items():
+                    yield kind, unit.key, numel
 
     def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
         """The residuals of a unit, each multiplied by its weight in the mean.

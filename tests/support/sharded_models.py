@@ -121,8 +121,8 @@ def _replicated(model: Net, mesh: DeviceMesh) -> Net:
     return model
 
 
-FORMS = ("hsdp", "one shard", "replicate", "fsdp")
-"""Pairs of replicas with two shards each or one; replicas of whole parameters; shards on all ranks."""
+FORMS = ("hsdp", "three shards", "one shard", "replicate", "fsdp")
+"""Replicas with two shards each, or three, or one; replicas of whole parameters; shards on all ranks."""
 
 
 def model_of(setting: Setting, form: str) -> Any:
@@ -143,6 +143,8 @@ def split(model: Any, modules: Iterable[Any], form: str, **options: Any) -> None
     match form:
         case "hsdp":
             mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=replicated)
+        case "three shards":
+            mesh = init_device_mesh("cpu", (ranks // 3, 3), mesh_dim_names=replicated)
         case "one shard":
             mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=replicated)
         case _:

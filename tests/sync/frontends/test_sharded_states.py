@@ -100,10 +100,24 @@ def loaded(form: str | None, states: list[dict[str, Any]] | None, path: str, spe
     return found
 
 
+def adopted(form: str, path: str) -> tuple[set[str], dict[str, torch.Tensor], int]:
+    """The compressors of matrices, residuals and step of a rank that goes on with the plan that DCP has read."""
+    model = model_of(SETTINGS["plain"], form)
+    attachment = sync.attach(model)
+    dcp.load({"gckernels": attachment.checkpoint(reads=path)}, checkpoint_id=path)
+    state = attachment.state_dict()
+    matrices = {str(unit.compressor) for unit in attachment.plan.units if unit.feedback}
+    train(model, SETTINGS["plain"], range(3, 5), adamw(model))
+    attachment.close()
+    return matrices, state["feedback"]["worker"], state["step"]
+
+
 def whole_means(ranks: list[dict[str, torch.Tensor]], form: str | None) -> dict[str, torch.Tensor]:
     """The means of residuals over the ranks that have the same elements, of whole parameters."""
-    parts = [ranks[shard::2] for shard in range(2)] if form in ("hsdp", MACHINES) else [ranks]
-    means = {name: [torch.stack([each[name] for each in part]).mean(0) for part in parts] for name in ranks[0]}
+    shards = {"hsdp": 2, MACHINES: 2, "three shards": 3}.get(form or "", 1)
+    parts = [ranks[shard::shards] for shard in range(shards)]
+    none = torch.zeros(0)  # DCP leaves residuals of empty shards out
+    means = {name: [torch.stack([each.get(name, none) for each in part]).mean(0) for part in parts] for name in ranks[0]}
     if form == MACHINES:  # the shards of two devices in turns
         means = {name: in_turns(name, *each, ranks=len(ranks)) for name, each in means.items()}
     return {name: torch.cat(each) for name, each in means.items()}
@@ -118,29 +132,31 @@ def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "by_dcp", "spec"),
+    ("before", "after", "spec"),
     [
-        ((None, 2), ("fsdp", 3), True, QUANT),
-        (("fsdp", 3), (None, 2), True, QUANT),
-        (("fsdp", 2), ("fsdp", 3), True, QUANT),
-        ((None, 2), ("hsdp", 4), False, QUANT),
-        (("hsdp", 4), ("fsdp", 2), False, QUANT),
-        (("hsdp", 4), ("hsdp", 6), False, QUANT),
-        (("hsdp", 4), (None, 2), False, "PowerSGD"),
-        ((None, 2), ("hsdp", 4), False, "PowerSGD"),
-        (("hsdp", 4), ("hsdp", 4), False, QUANT),
-        ((MACHINES, 4), (MACHINES, 4), False, QUANT),
-        ((MACHINES, 4), ("hsdp", 4), False, QUANT),
-        (("fsdp", 3), (MACHINES, 4), False, QUANT),
-        ((MACHINES, 6), (None, 2), False, QUANT),
+        ((None, 2), ("fsdp", 3), QUANT),
+        (("fsdp", 3), (None, 2), QUANT),
+        (("fsdp", 2), ("fsdp", 3), QUANT),
+        ((None, 2), ("hsdp", 4), QUANT),
+        (("hsdp", 4), ("fsdp", 2), QUANT),
+        (("hsdp", 4), ("hsdp", 6), QUANT),
+        (("hsdp", 4), ("three shards", 6), QUANT),
+        (("three shards", 6), ("hsdp", 4), QUANT),
+        (("hsdp", 4), (None, 2), "PowerSGD"),
+        ((None, 2), ("hsdp", 4), "PowerSGD"),
+        (("hsdp", 4), ("hsdp", 4), QUANT),
+        ((MACHINES, 4), (MACHINES, 4), QUANT),
+        ((MACHINES, 4), ("hsdp", 4), QUANT),
+        (("fsdp", 3), (MACHINES, 4), QUANT),
+        ((MACHINES, 6), (None, 2), QUANT),
     ],
 )
-def test_residuals_go_from_ddp_to_shards_and_back(before, after, by_dcp, spec, tmp_path):
+def test_residuals_go_from_ddp_to_shards_and_back(before, after, spec, tmp_path):
     (form, ranks), (next_form, next_ranks) = before, after
     path = str(tmp_path / "dcp")
     states, residuals = zip(*values_of(run_ranks(ranks, saved, form, path, spec)), strict=True)
     expected = whole_means(list(residuals), form)
-    for given in (list(states), None) if by_dcp else (list(states),):
+    for given in (list(states), None):
         kept = values_of(run_ranks(next_ranks, loaded, next_form, given, path, spec))
         if before == after:
             assert all(
@@ -151,3 +167,15 @@ def test_residuals_go_from_ddp_to_shards_and_back(before, after, by_dcp, spec, t
         for name, mean in expected.items():
             assert mean.any(), name
             torch.testing.assert_close(found[name], mean, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("before", "after"), [(("hsdp", 4), ("fsdp", 2)), (("fsdp", 2), ("hsdp", 4))])
+def test_a_plan_is_adopted_from_another_mesh(before, after, tmp_path):
+    path = str(tmp_path / "dcp")
+    _, residuals = zip(*values_of(run_ranks(before[1], saved, before[0], path, QUANT)), strict=True)
+    found = values_of(run_ranks(after[1], adopted, after[0], path))
+    expected, means = whole_means(list(residuals), before[0]), whole_means([each for _, each, _ in found], after[0])
+    for matrices, _, step in found:
+        assert len(matrices) == 1 and "bits=4" in matrices.pop() and step == 3
+    for name, mean in expected.items():
+        torch.testing.assert_close(means[name], mean, rtol=1e-6, atol=1e-9)
