@@ -64,9 +64,9 @@ def name_of_group(group: dist.ProcessGroup) -> str:
     return "" if len(ranks) == dist.get_world_size() else f"{GROUP}{ranks[0]}"
 
 
-def part_in(text: str) -> list[int] | None:
+def part_in(text: str) -> list[Any] | None:
     """The part of the parameters that the ranks of a job had, from its header; ``None`` if they had all."""
-    part: list[int] | None = json.loads(text).get("part")
+    part: list[Any] | None = json.loads(text).get("part")
     return part
 
 
@@ -93,7 +93,7 @@ def find_headers(metadata: Metadata, key: str | None) -> dict[str, str]:
     return {split(name)[1]: name for name in names if split(name)[0] == (keys[0] if key is None else key)}
 
 
-def own_group(texts: Mapping[str, str], group: str, part: list[int] | None) -> str | None:
+def own_group(texts: Mapping[str, str], group: str, part: list[Any] | None) -> str | None:
     """The name of the group whose job some ranks continue; ``None`` if they have other parts of the parameters, and
     need the jobs of all groups.
 

@@ -117,7 +117,9 @@ def whole_means(ranks: list[dict[str, torch.Tensor]], form: str | None) -> dict[
     shards = {"hsdp": 2, MACHINES: 2, "three shards": 3}.get(form or "", 1)
     parts = [ranks[shard::shards] for shard in range(shards)]
     none = torch.zeros(0)  # DCP leaves residuals of empty shards out
-    means = {name: [torch.stack([each.get(name, none) for each in part]).mean(0) for part in parts] for name in ranks[0]}
+    means = {
+        name: [torch.stack([each.get(name, none) for each in part]).mean(0) for part in parts] for name in ranks[0]
+    }
     if form == MACHINES:  # the shards of two devices in turns
         means = {name: in_turns(name, *each, ranks=len(ranks)) for name, each in means.items()}
     return {name: torch.cat(each) for name, each in means.items()}
