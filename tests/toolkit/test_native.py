@@ -73,7 +73,7 @@ class OddBlocks(WithoutForm):
     """A quantiser whose blocks do not fill the host path's tiles."""
 
     block: int | None = 96
-    maps = gckernels.EFSignSGD.maps
+    maps = gckernels.EFSignSGD().maps
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class WithoutForm(MapQuantizer):
     bits: ClassVar[int] = 1
     block: int | None = 128
     maps = Maps(
-        lambda values, stats, dither, C: torch.exp(values) >= 1, gckernels.EFSignSGD.maps.dequantize, MEAN_MAGNITUDE
+        lambda values, stats, dither, C: torch.exp(values) >= 1, gckernels.EFSignSGD().maps.dequantize, MEAN_MAGNITUDE
     )
 
 
@@ -131,8 +131,8 @@ def test_a_hand_written_form_for_some_gpus_is_a_branch_of_the_generated_one():
     @dataclass(frozen=True)
     class OnSome(WithoutForm):
         maps = dataclasses.replace(
-            gckernels.EFSignSGD.maps,
-            quantize=Dual(gckernels.EFSignSGD.maps.quantize, never_called, capability=1000),
+            gckernels.EFSignSGD().maps,
+            quantize=Dual(gckernels.EFSignSGD().maps.quantize, never_called, capability=1000),
         )
 
     text = generated.triton_source(OnSome())
