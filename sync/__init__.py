@@ -1,4 +1,4 @@
-"""Gradient synchronisation for PyTorch: plans, programs, and the way to attach them to a model."""
+"""Gradient synchronisation for PyTorch: plans, programs, and the ways to attach them to a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import programs as programs
 from .attaching.attach import attach
 from .attaching.attachment import Attachment
+from .attaching.average_updates import average_updates
 from .engine.recorded_step import RecordedStep
 from .engine.timeline_recorder import record_timeline
 from .frontends.request import uniform_plan
@@ -41,6 +42,7 @@ __all__ = [
     "TraceError",
     "UnitPlan",
     "attach",
+    "average_updates",
     "exempt_vectors",
     "profile",
     "programs",

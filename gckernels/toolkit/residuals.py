@@ -78,16 +78,18 @@ def decode_residual(encoded: torch.Tensor, numel: int, size: int | None = None) 
     return (codes * _power(rows[:, : width // GROUP].int())).view(len(rows), width)[:, :size].reshape(-1)[:numel]
 
 
-def multiply_residual(encoded: torch.Tensor, size: int, factor: torch.Tensor) -> None:
-    """Multiply a residual in 8 bits by a positive number, in place. Powers of two are exact.
+def multiply_residual(encoded: torch.Tensor, size: int, factor: torch.Tensor | float) -> None:
+    """Multiply a residual in 8 bits by a number from 0 up, in place. Powers of two are exact.
 
     Args:
         encoded: ``uint8 [chunks, residual_nbytes(size)]``.
         size: as for :func:`encode_residual`.
-        factor: the number, an fp32 scalar on the same device.
+        factor: the number, an fp32 scalar on the same device or a float.
     """
     exponents, at = encoded[:, : round_up(size, GROUP) // GROUP], _codes_offset(size)
-    power = factor.log2().ceil()
+    if not isinstance(factor, torch.Tensor):
+        factor = torch.full((), factor, dtype=torch.float32, device=encoded.device)
+    power = factor.log2().ceil().clamp(-126, 127)
     shifted = exponents.int() + power.int()
     codes = encoded[:, at:].view(torch.int8)
     codes.copy_((codes * (factor / power.exp2())).round_())

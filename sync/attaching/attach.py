@@ -141,7 +141,7 @@ def attach(
         seed,
         0 if isinstance(plan, Auto) else start_step,
         ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters),
-        isinstance(plan, Auto),
+        is_tuned=isinstance(plan, Auto),
     )
 
     def check() -> tuple[Plan, list[str]]:

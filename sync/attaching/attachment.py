@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """The synchronisation of the gradients of one model, which :func:`~gckernels.sync.attach` has begun.
+    """The synchronisation of one model, which :func:`~gckernels.sync.attach` or
+    :func:`~gckernels.sync.average_updates` has begun.
 
     The model keeps it, and it ends when the model is gone.
     """
@@ -319,6 +320,11 @@ class Attachment:
         Raises:
             TypeError: an argument has another type.
         """
+        if not self._frontend.averages_gradients:
+            raise NotImplementedError(
+                "checkpoint: torch.distributed.checkpoint does not take the anchors of average_updates yet; save the "
+                "state_dict of each rank"
+            )
         from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
 
         return Checkpoint(self._saved, reads, key)

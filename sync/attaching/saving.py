@@ -43,7 +43,8 @@ class SavedTraining:
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank."""
         parked = self.parking.state_dict()
-        return self.runtime.state_dict() | ({"parked": parked} if parked else {}) | self.notes()
+        own = self._frontend.state_dict()
+        return self.runtime.state_dict() | ({"parked": parked} if parked else {}) | own | self.notes()
 
     def load_state_dict(self, state: Any, together: bool = False) -> None:
         """Continue from a state, or from those of all ranks.
@@ -55,17 +56,30 @@ class SavedTraining:
         """
 
         def check() -> tuple[tuple[Job, Callable[[], None]], list[str]]:
-            job = self.runtime.read(state)
-            return (job, self.read_notes(job)), [f"step {job.step}", *self._frontend.common(job.plan).lines()]
+            job, take_rest = self._read(state)
+            return (job, take_rest), [f"step {job.step}", *self._frontend.common(job.plan).lines()]
 
         if together or self.adopts_plans:
-            job, take_notes = agreed("load_state_dict", self._frontend.group, self._frontend.device, check)
+            job, take_rest = agreed("load_state_dict", self._frontend.group, self._frontend.device, check)
         else:
-            (job, take_notes), _ = check()
+            (job, take_rest), _ = check()
         if self.adopts_plans:
             self.adopt(job.plan)
         self.runtime.take_over(job)
-        take_notes()
+        take_rest()
+
+    def _read(self, state: Any) -> tuple[Job, Callable[[], None]]:
+        """The job of a state or of those of all ranks, and a function that continues from the rest of it, behind the
+        residuals."""
+        job = self.runtime.read(state)
+        take_notes = self.read_notes(job)
+        take_own = self._frontend.read(state if isinstance(state, list | tuple) else [state])
+
+        def take() -> None:
+            take_notes()
+            take_own()
+
+        return job, take
 
     def adopt(self, saved: Plan) -> None:
         """Let the plan of a saved job run at once, because its residuals are loaded next. Collective."""

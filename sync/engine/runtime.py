@@ -29,6 +29,7 @@ from ..programs.stages import Resource
 from ..programs.steps import Place
 from ..resources.lanes import DeviceLanes
 from ..resources.memory_spaces import Allocate, BufferArena
+from ..resources.residual import Residual, multiply
 from ..resources.workers import Token
 from .compilation import compile_host
 from .engine import Engine
@@ -56,9 +57,12 @@ class Runtime(RuntimeState):
         synchronises: whether this runtime gets the gradients. Otherwise it has no lanes or process groups.
         residual_bits: 8 to keep residuals in 8 bits where an encoding can, otherwise 32.
         can_discard: whether steps may be discarded; then, as with a scaler, each step keeps a copy of the residuals.
+        decay: what residuals are multiplied by, from 0 to 1, before a compressed step adds them to what it encodes.
+            States of compressors that are no error, such as a momentum, are left alone.
 
     Attributes:
         plan: as given.
+        start_step: the first step that is compressed, by the argument and by the plan.
         common_plan: the plan of which ``plan`` is the part of this rank, the same on all ranks of the model; ``plan``
             itself, unless ranks have shards.
         synchronises: as given.
@@ -92,11 +96,12 @@ class Runtime(RuntimeState):
         synchronises: bool = True,
         can_discard: bool = False,
         residual_bits: int = 32,
+        decay: float = 1.0,
     ) -> None:
         super().__init__(plan, group, device, seed, residual_bits)
         self.synchronises, self.is_draining, self.is_waiting, self.averages_only = synchronises, False, False, False
         self.common_plan = plan
-        self._start_step = max(start_step, plan.start_step)
+        self.start_step, self._decay = max(start_step, plan.start_step), decay
         self.watch, self.unused = self._feedback.watch, self._feedback.unused
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
         self._communicators: Communicators | None = None
@@ -144,7 +149,7 @@ class Runtime(RuntimeState):
             return None
         if self.is_draining:
             return _DRAINS
-        if self.is_waiting or self.step < self._start_step or (self.step == 0 and self.first_is_dense):
+        if self.is_waiting or self.step < self.start_step or (self.step == 0 and self.first_is_dense):
             return None
         return bisect.bisect(self._milestones, self._schedule_step)
 
@@ -157,7 +162,7 @@ class Runtime(RuntimeState):
     def _schedule_step(self) -> int:
         """The step in the compressors' schedules. It is the same in a resumed job, whether its step 0 was dense or
         not."""
-        return max(self.step - max(self._start_step, 1), 0)
+        return max(self.step - max(self.start_step, 1), 0)
 
     @property
     def share(self) -> float:
@@ -220,6 +225,7 @@ class Runtime(RuntimeState):
         self._beginning = self._renew(self._engine, milestone is not None)
         if compresses:
             self._seeds.begin(self.step)
+            self._beginning += self._let_decay(self._engine)
             self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
         self.tracer.begin()
 
@@ -292,6 +298,20 @@ class Runtime(RuntimeState):
         works, lanes = self._copies.begin(has_residuals), engine.lanes
         start = lanes.here()
         return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for place, work in works]
+
+    def _let_decay(self, engine: Engine) -> list[Token]:
+        """Queue the multiplication of residuals by their decay; encoding must wait for the returned tokens."""
+        if self._decay == 1.0:
+            return []
+        errors: dict[Place, list[Residual]] = {}
+        encoders = {(kind, unit.key): unit.encoder(kind) for unit in self.plan.units for kind in ENCODINGS}
+        for kind, key, residual in self._feedback.items():
+            if kind in ENCODINGS and encoders[kind, key].traits.conserves:
+                place = Place.DEVICE if residual.tensor.device.type == self.device.type else Place.HOST
+                errors.setdefault(place, []).append(residual)
+        start, lanes = engine.lanes.here(), engine.lanes
+        works = {place: functools.partial(multiply, each, self._decay) for place, each in errors.items()}
+        return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for place, work in works.items()]
 
     @property
     def problem(self) -> RuntimeError | None:

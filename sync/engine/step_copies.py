@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..plans.plan import Plan
 from ..programs.steps import Place
 from ..resources.feedback import Feedback
-from ..resources.residual import Residual
+from ..resources.residual import Residual, multiply
 from ..resources.workers import Work
 
 
@@ -114,7 +114,7 @@ class StepCopies:
             if (kind, name) not in self._copies:  # new in the last step, when it began with zeros, or loaded
                 self._copies[kind, name] = _Copy(residual.with_tensor(torch.zeros_like(tensor)), self._scale)
             copy, skipped = self._copies[kind, name], skipped_of(name)
-            copy.residual.change(tensor.device, residual.rows)  # a loaded one gets its form when it is encoded
+            copy.residual.change(tensor.device, residual.form)  # a loaded one gets its form when it is encoded
             alike = id(skipped), id(copy.scale), tensor.dtype, tensor.device
             groups.setdefault(alike, []).append((residual, copy, skipped))
         renewals = []
@@ -242,11 +242,7 @@ class _Renewal:
                 torch.where(self.skipped, copy, tensor, out=tensor)
         torch._foreach_copy_(self.copies, tensors)
         if self.factor is not None:
-            if tensors[0].dtype == torch.float32:
-                torch._foreach_mul_(tensors, self.factor)
-            else:
-                for residual in self.residuals:
-                    residual.multiply(self.factor)
+            multiply(self.residuals, self.factor)
 
 
 def _to_memory(value: torch.Tensor, memory: torch.device) -> torch.Tensor:

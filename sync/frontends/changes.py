@@ -52,7 +52,7 @@ class PlanChanges:
     def __init__(self, frontend: ModelFrontend, request: Request, parking: Parking) -> None:
         self._frontend, self._request, self._parking = frontend, request, parking
         self._optimizers = OptimizerWatches(request.enabled_scaler)
-        self._optimizers.watch(self.plan, frontend.parameters())
+        self._watch()
         self._has_dropped = False  # a discarded step has dropped residuals
         self._following: Runtime | None = None
         self._exact_steps = 0  # since the change began
@@ -180,6 +180,8 @@ class PlanChanges:
         def check() -> tuple[Runtime, list[str]]:
             if not frontend.is_open:
                 raise RuntimeError("discard_step: it is closed")
+            if not frontend.averages_gradients:
+                raise RuntimeError("discard_step: updates are part of the parameters, and cannot be discarded")
             if (problem := frontend.runtime.problem) is not None:
                 raise problem
             return frontend.runtime, [f"step {frontend.runtime.step}"]
@@ -196,6 +198,11 @@ class PlanChanges:
             )
 
     # ---------------------------------------------------------------- its parts
+
+    def _watch(self) -> None:
+        """Watch the optimizers that use gradients which the plan that runs has averaged."""
+        if self._frontend.averages_gradients:
+            self._optimizers.watch(self.plan, self._frontend.parameters())
 
     def _made(self, make: Callable[[], T]) -> T | None:
         """Things for the plan that follows, which all ranks have made. If one cannot, the change ends. Collective."""
@@ -233,7 +240,7 @@ class PlanChanges:
             if left:
                 self._parking.park(left)
             install()
-            self._optimizers.watch(self.plan, frontend.parameters())
+            self._watch()
             runtime.close()
 
     def _prepared_with_room(self, runtime: Runtime) -> Callable[[], None]:

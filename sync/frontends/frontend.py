@@ -1,13 +1,14 @@
 """The base of front ends, which bring the gradients of a model to an attachment.
 
 A front end takes the gradients of one model from whatever collects them, gives them to a runtime, and says when a step
-has ended. There is one for models in DistributedDataParallel (:mod:`.ddp`) and one for bare modules (:mod:`.module`).
+has ended. Some are for models in DistributedDataParallel (:mod:`.ddp`), bare modules (:mod:`.module`) and models of
+FSDP2 (:mod:`.sharded`); one averages updates in place of gradients (:mod:`.updates`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -62,6 +63,8 @@ def _nothing(*_: object) -> None:
     pass
 
 
+UPDATES = "updates"
+"""The name under which states have what front ends of updates keep."""
 NO_CALLS = FrontendCalls(_nothing, _nothing, _nothing, _nothing)
 """The functions that a front end calls while it has no attachment, which do nothing."""
 
@@ -78,6 +81,7 @@ class ModelFrontend(ABC):
 
     Attributes:
         kind: the kind of model that it serves.
+        averages_gradients: whether an optimizer uses what it averages. Otherwise optimizers make it, before.
         group: all ranks of the model, which agree with each other.
         rank: the rank of this process among them.
         device: the device of the gradients.
@@ -89,6 +93,7 @@ class ModelFrontend(ABC):
     """
 
     kind: ClassVar[Frontend]
+    averages_gradients: ClassVar[bool] = True
     runtime: Runtime
     averaged_nbytes: int
 
@@ -237,6 +242,25 @@ class ModelFrontend(ABC):
 
     def abandon(self) -> None:  # noqa: B027 (most begin nothing)
         """Forget what :meth:`is_ready` has begun, because its runtime will not follow."""
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries of a checkpoint of this rank beside the state of its runtime; none for most models."""
+        return {}
+
+    def read(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
+        """A function that continues from what :meth:`state_dict` has added to states, which the runtime has checked.
+
+        Args:
+            states: the state of this rank, or those of all ranks of a job.
+
+        Raises:
+            ValueError: the states are of another kind of training, or do not fit the model.
+        """
+        if any(UPDATES in state for state in states):
+            raise ValueError("state: saved by average_updates, with residuals of updates and not of gradients")
+        return _nothing
 
     # ---------------------------------------------------------------- for some models only
 

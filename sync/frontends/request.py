@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -151,7 +151,13 @@ class Request:
         options: the arguments for bare modules.
         is_tuned: whether plans are found while the model is trained. Then ``weights`` is one of the things to try, and
             otherwise it is that of each plan without its own.
+        decay: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
+        caller: the name of the function that was called, for errors.
+        alternatives: what its plan may be beside a compressor, for errors.
     """
+
+    caller: ClassVar[str] = "attach"
+    alternatives: ClassVar[str] = "a Plan, an Auto"
 
     frontend: Frontend
     group: dist.ProcessGroup
@@ -167,7 +173,8 @@ class Request:
     seed: int
     start_step: int
     options: ModuleOptions
-    is_tuned: bool = False
+    is_tuned: bool = field(default=False, kw_only=True)
+    decay: float = field(default=1.0, kw_only=True)
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
@@ -201,7 +208,9 @@ class Request:
             synchronises: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
         """
         settings = (self.group, self.device, self.seed, self.start_step, self.enabled_scaler, parameters)
-        return Runtime(plan, *settings, synchronises, self.can_discard, self.residual_bits)
+        return Runtime(
+            plan, *settings, synchronises, self.can_discard, residual_bits=self.residual_bits, decay=self.decay
+        )
 
     def checked(self, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, str]:
         """The plan that is asked for, and a summary of the request, which must be the same on all ranks.
@@ -228,7 +237,7 @@ class Request:
         if self.memory_budget_mb is not None:
             budget_nbytes, copies = self.memory_budget_mb * 2**20, self.can_discard or self.enabled_scaler is not None
             limits = budget_nbytes, copies, self.residual_bits
-            plan = within_budget(_CALLER, plan, parameters, world_size, *limits)
+            plan = within_budget(self.caller, plan, parameters, world_size, *limits)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"
         if self.can_discard:
@@ -254,16 +263,16 @@ class Request:
             fitted, changes = self.plan.fitted(parameters.items())
             if changes:
                 listed = "\n  ".join(changes)
-                warnings.warn(f"{_CALLER}: the plan does not fit the model:\n  {listed}", stacklevel=2)
+                warnings.warn(f"{self.caller}: the plan does not fit the model:\n  {listed}", stacklevel=2)
             return fitted, f"plan {self.plan.fingerprint()[:16]}"
         span = self.frontend.span()
         program = exact_program(span) if self.plan is UNCOMPRESSED else None
-        compressor = as_method(f"{_CALLER}: plan", self.plan, otherwise="a Plan, an Auto")
+        compressor = as_method(f"{self.caller}: plan", self.plan, otherwise=self.alternatives)
         made = plan_of_parameters(parameters, compressor, world_size, program, span=span)
         if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
             why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
             goes_on = "gradients are averaged exactly"
-            warnings.warn(f"{_CALLER}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
+            warnings.warn(f"{self.caller}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
         programs = sorted({describe(unit.program) for unit in made.units})
         return made, f"{compressor} through {' and '.join(programs)}"
 
@@ -278,25 +287,25 @@ class Request:
         else:
             why = f"its programs end with {plan.span.end}" if made_for is None else "it says so (frontend)"
         raise PlanError(
-            f"{_CALLER}: the plan is for {served}: {why}; make a plan with {_MAKERS[self.frontend]}, or pass "
+            f"{self.caller}: the plan is for {served}: {why}; make a plan with {_MAKERS[self.frontend]}, or pass "
             f"plan.for_frontend(sync.{self.frontend})"
         )
 
     def _check_settings(self) -> None:
         budget, scaler = self.memory_budget_mb, self.grad_scaler
         if type(self.strict) is not bool:
-            raise TypeError(f"{_CALLER}: strict must be True or False, got {self.strict!r}")
+            raise TypeError(f"{self.caller}: strict must be True or False, got {self.strict!r}")
         if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
-            raise ValueError(f"{_CALLER}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
+            raise ValueError(f"{self.caller}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             got = type(scaler).__name__
-            raise TypeError(f"{_CALLER}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+            raise TypeError(f"{self.caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
         if type(self.can_discard) is not bool:
-            raise TypeError(f"{_CALLER}: can_discard must be True or False, got {self.can_discard!r}")
+            raise TypeError(f"{self.caller}: can_discard must be True or False, got {self.can_discard!r}")
         if type(self.residual_bits) is not int or self.residual_bits not in (8, 32):
-            raise ValueError(f"{_CALLER}: residual_bits must be 32 or 8, got {self.residual_bits!r}")
+            raise ValueError(f"{self.caller}: residual_bits must be 32 or 8, got {self.residual_bits!r}")
         _ = self.gathered_by  # checks it
         if type(self.seed) is not int:
-            raise TypeError(f"{_CALLER}: seed must be an int, got {type(self.seed).__name__}")
+            raise TypeError(f"{self.caller}: seed must be an int, got {type(self.seed).__name__}")
         if type(self.start_step) is not int or self.start_step < 0:
-            raise ValueError(f"{_CALLER}: start_step must be an int from 0 up, got {self.start_step!r}")
+            raise ValueError(f"{self.caller}: start_step must be an int from 0 up, got {self.start_step!r}")

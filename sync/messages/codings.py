@@ -78,7 +78,7 @@ class Codings:
         work = bind_recodes(recodings, held.factor, self._seeds.added(spec.place))
         return self._sparing(spec, residuals, work), payloads
 
-    def residual(self, kind: str, unit: Unit, numel: int, place: Place, rows: EncodedForm) -> Residual | None:
+    def residual(self, kind: str, unit: Unit, numel: int, place: Place, form: EncodedForm) -> Residual | None:
         """The residual of an encoding, of ``states * numel`` values; ``None`` if it keeps none.
 
         Args:
@@ -86,13 +86,13 @@ class Codings:
             unit: the encoded unit.
             numel: number of encoded elements.
             place: place of the encoding.
-            rows: the payloads that it writes.
+            form: the form in 8 bits for the payloads that it writes.
         """
         if not unit.plan.has_residual(kind):
             return None
         method = compressor_of(unit, kind)
-        form = rows if method.encodes_residuals else None
-        return self._feedback.residual(kind, unit.plan.key, method.traits.states * numel, place, form)
+        encoded = form if method.encodes_residuals else None
+        return self._feedback.residual(kind, unit.plan.key, method.traits.states * numel, place, encoded)
 
     def seed(self, kind: str, unit: Unit, index: int, *names: object) -> int:
         """A distinct seed for every unit, rank and encoding.

@@ -70,7 +70,7 @@ class ShardMessage(Message):
             kept = None
             if unit.plan.has_residual("worker"):
                 form = EncodedForm(ranks, row) if method.encodes_residuals else None
-                kept = feedback.residual("worker", unit.plan.key, unit.plan.numel, rows=form)
+                kept = feedback.residual("worker", unit.plan.key, unit.plan.numel, form=form)
             for owner, first, last in shards_of(unit, ranks):
                 piece = rows[owner, unit.start : unit.start + last - first]
                 residuals.append(None if kept is None else kept.part(owner, row))

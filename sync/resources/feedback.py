@@ -44,28 +44,28 @@ class Feedback:
         self._residuals: dict[str, dict[str, Residual]] = {kind: {} for kind in KINDS}
 
     def residual(
-        self, kind: str, key: str, numel: int, place: Place = Place.DEVICE, rows: EncodedForm | None = None
+        self, kind: str, key: str, numel: int, place: Place = Place.DEVICE, form: EncodedForm | None = None
     ) -> Residual:
         """The residual or factor of a unit, made of zeros at the first call.
 
-        Later calls return the same one, with the same tensor as long as ``place`` and ``rows`` stay the same.
+        Later calls return the same one, with the same tensor as long as ``place`` and ``form`` stay the same.
 
         Args:
             kind: one of :data:`KINDS`.
             key: name of the unit.
             numel: its number of elements, for a residual all states of the compressor together.
             place: where the tensor is needed.
-            rows: the form in 8 bits that the encoding can take; ``None`` if it can take none.
+            form: the form in 8 bits that the encoding can take; ``None`` if it can take none.
 
         Raises:
             ValueError: it exists with another size (as a shard in a job with another number of ranks has).
         """
         known, device = self._residuals[kind], self._places.memory(place)
-        rows = rows if self._bits == 8 else None
+        form = form if self._bits == 8 else None
         if key not in known:
-            known[key] = Residual.zeros(numel, device, rows)
+            known[key] = Residual.zeros(numel, device, form)
         _check_size(kind, key, known[key].numel, numel)
-        known[key].change(device, rows)  # a loaded one is fp32, and may be at the other place
+        known[key].change(device, form)  # a loaded one is fp32, and may be at the other place
         return known[key]
 
     def get(self, kind: str, key: str) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,32 +28,32 @@ class Residual:
     """Values that a unit keeps from step to step.
 
     Args:
-        tensor: ``fp32 [numel]``, or with ``rows`` ``uint8 [chunks, residual_nbytes(size)]``, or one row of these.
+        tensor: ``fp32 [numel]``, or with ``form`` ``uint8 [chunks, residual_nbytes(size)]``, or one row of these.
         numel: the number of values.
-        rows: the form in 8 bits; ``None`` for fp32.
+        form: the form in 8 bits; ``None`` for fp32.
 
     Attributes:
         tensor: what an encoding takes, and changes in place.
-        numel, rows: as given.
+        numel, form: as given.
     """
 
-    def __init__(self, tensor: torch.Tensor, numel: int, rows: EncodedForm | None = None) -> None:
-        self.tensor, self.numel, self.rows = tensor, numel, rows
+    def __init__(self, tensor: torch.Tensor, numel: int, form: EncodedForm | None = None) -> None:
+        self.tensor, self.numel, self.form = tensor, numel, form
 
     @classmethod
-    def zeros(cls, numel: int, device: torch.device, rows: EncodedForm | None) -> Residual:
+    def zeros(cls, numel: int, device: torch.device, form: EncodedForm | None) -> Residual:
         """A residual of zeros."""
-        if rows is None:
+        if form is None:
             return cls(torch.zeros(numel, dtype=torch.float32, device=device), numel)
-        shape = rows.chunks, residual_nbytes(rows.size)
-        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), numel, rows)
+        shape = form.chunks, residual_nbytes(form.size)
+        return cls(torch.zeros(shape, dtype=torch.uint8, device=device), numel, form)
 
-    def change(self, device: torch.device, rows: EncodedForm | None) -> None:
+    def change(self, device: torch.device, form: EncodedForm | None) -> None:
         """Take another form, or go to another device. The tensor stays the same if nothing changes."""
-        if rows != self.rows:
+        if form != self.form:
             values = self.values()
-            self.tensor = values if rows is None else encode_residual(values, rows.chunks, rows.size)
-            self.rows = rows
+            self.tensor = values if form is None else encode_residual(values, form.chunks, form.size)
+            self.form = form
         self.tensor = self.tensor.to(device)
 
     def part(self, chunk: int, size: int, states: int = 1) -> Residual:
@@ -65,7 +66,7 @@ class Residual:
         """
         start, stop = chunk_bounds(self.numel // states, size, chunk)
         numel = states * (stop - start)
-        if self.rows is None:
+        if self.form is None:
             return Residual(self.tensor[states * start : states * stop], numel)
         return Residual(self.tensor[chunk], numel, EncodedForm(1, size))
 
@@ -73,12 +74,12 @@ class Residual:
 
     def values(self) -> torch.Tensor:
         """The values, ``fp32 [numel]``: for fp32 their own memory, else decoded."""
-        return self.tensor if self.rows is None else decode_residual(self.tensor, self.numel, self.rows.size)
+        return self.tensor if self.form is None else decode_residual(self.tensor, self.numel, self.form.size)
 
     def write(self, values: torch.Tensor) -> None:
         """Replace the values by others, which may be what :meth:`values` has returned."""
-        if self.rows is not None:
-            self.tensor.copy_(encode_residual(values, self.rows.chunks, self.rows.size).view_as(self.tensor))
+        if self.form is not None:
+            self.tensor.copy_(encode_residual(values, self.form.chunks, self.form.size).view_as(self.tensor))
         elif values is not self.tensor:
             self.tensor.copy_(values)
 
@@ -88,16 +89,21 @@ class Residual:
 
     def add(self, other: Residual) -> None:
         """Add the values of a residual of the same form."""
-        if self.rows is None:
+        if self.form is None:
             self.tensor.add_(other.tensor)
         else:
             self.write(self.values().add_(other.values()))
 
-    def multiply(self, factor: torch.Tensor) -> None:
-        """Multiply values in 8 bits by a positive scalar, ``fp32 []`` on the same device. Powers of two are exact."""
-        assert self.rows is not None
-        multiply_residual(self.tensor, self.rows.size, factor)
-
     def with_tensor(self, tensor: torch.Tensor) -> Residual:
         """The residual of the same form with other memory."""
-        return Residual(tensor, self.numel, self.rows)
+        return Residual(tensor, self.numel, self.form)
+
+
+def multiply(residuals: Sequence[Residual], factor: torch.Tensor | float) -> None:
+    """Multiply the values of residuals by a number from 0 up, an fp32 scalar on their device or a float. Powers of two
+    change no bits of values in 8 bits."""
+    if exact := [each.tensor for each in residuals if each.form is None]:
+        torch._foreach_mul_(exact, factor)
+    for each in residuals:
+        if each.form is not None:
+            multiply_residual(each.tensor, each.form.size, factor)

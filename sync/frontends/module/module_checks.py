@@ -17,18 +17,10 @@ from ..request import Request
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
     """The plan of a request for a bare module, and the texts that must be the same on all ranks."""
-    refuse_sharded("attach", model)
-    parameters = differentiable(model.named_parameters())
-    if not parameters:
-        raise ValueError("attach: model has no parameters that can have a gradient")
-    refuse_without_memory("attach", parameters)
+    parameters = parameters_of(request.caller, model)
     refuse_sparse_parameters("attach", model, parameters)
-    devices = {parameter.device for parameter in parameters.values()}
-    if len(devices) > 1:
-        found = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"attach: model must be on one device, its parameters are on {found}")
     refuse_steps_in_backward("attach", parameters)
-    planned = _planned(request.plan, parameters)
+    planned = planned_of(request.plan, parameters)
     refuse_claimed("attach", planned)
     refuse_wrapped("attach", planned)
     request.options.check()
@@ -40,13 +32,35 @@ def fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter]) -> t
     plan, options, cap = request.plan, request.options, request.options.bucket_cap_mb
     if cap is not None and isinstance(plan, Plan) and plan.has_launches:
         raise ValueError(f"attach: bucket_cap_mb must be None for a plan with launches, got {cap}")
-    checked, summary = request.checked(_planned(plan, parameters))
+    checked, summary = request.checked(planned_of(plan, parameters))
     settings = f"bucket_cap_mb {cap}, find_unused_parameters {options.find_unused_parameters}"
-    frozen = [f"{name} is frozen" for name, parameter in parameters.items() if not parameter.requires_grad]
-    return checked, [f"{summary}, {settings}", *checked.lines(), *frozen]
+    return checked, [f"{summary}, {settings}", *checked.lines(), *frozen_lines(parameters)]
 
 
-def _planned(plan: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.nn.Parameter]:
+def parameters_of(caller: str, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a bare module that can have a gradient, by their plain names.
+
+    Raises:
+        TypeError, ValueError: it has none, or some are sharded, without memory, or on several devices.
+    """
+    refuse_sharded(caller, model)
+    parameters = differentiable(model.named_parameters())
+    if not parameters:
+        raise ValueError(f"{caller}: model has no parameters that can have a gradient")
+    refuse_without_memory(caller, parameters)
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"{caller}: model must be on one device, its parameters are on {found}")
+    return parameters
+
+
+def frozen_lines(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:
+    """A text for each frozen parameter, which must be frozen on all ranks."""
+    return [f"{name} is frozen" for name, parameter in parameters.items() if not parameter.requires_grad]
+
+
+def planned_of(plan: Any, parameters: Mapping[str, torch.nn.Parameter]) -> Mapping[str, torch.nn.Parameter]:
     """The parameters for which there must be a unit: a plan may leave out frozen ones."""
     if not isinstance(plan, Plan):
         return parameters

@@ -144,7 +144,7 @@ def test_a_residual_in_8_bits_changes_its_form_without_loss():
     """States are fp32, and a loaded one gets its form when it is needed."""
     feedback = Feedback(Places.of(torch.device("cpu")), bits=8)
     rows, other = EncodedForm(2, 304), EncodedForm(3, 208)
-    residual = feedback.residual("worker", "a", 600, rows=rows)
+    residual = feedback.residual("worker", "a", 600, form=rows)
     assert residual.tensor.shape == (2, 16 + 304) and feedback.nbytes() == 2 * 320
     residual.write(torch.randn(600))
     values = feedback.get("worker", "a")
@@ -157,11 +157,11 @@ def test_a_residual_in_8_bits_changes_its_form_without_loss():
     assert torch.equal(residual.tensor, kept)
     again = Feedback(Places.of(torch.device("cpu")), bits=8)
     again.load_state_dict(state)
-    assert torch.equal(again.residual("worker", "a", 600, rows=rows).tensor, kept)
-    assert again.residual("worker", "a", 600, rows=other).tensor.shape == (3, 16 + 208)
+    assert torch.equal(again.residual("worker", "a", 600, form=rows).tensor, kept)
+    assert again.residual("worker", "a", 600, form=other).tensor.shape == (3, 16 + 208)
     assert again.residual("worker", "a", 600).tensor.dtype == torch.float32  # for an encoding that takes fp32
     plain = Feedback(Places.of(torch.device("cpu")))
-    assert plain.residual("worker", "a", 600, rows=rows).tensor.dtype == torch.float32
+    assert plain.residual("worker", "a", 600, form=rows).tensor.dtype == torch.float32
 
 
 @pytest.mark.parametrize("rows", [None, EncodedForm(3, 208)])

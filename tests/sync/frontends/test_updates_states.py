@@ -1,0 +1,141 @@
+"""Trainings whose updates are averaged go on from their states, also inside a round, and on other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gckernels import EFSignSGD, sync
+from models import build
+from ranks import run_ranks, values_of
+from workloads import digest_of, mass_of, summed
+
+NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+EVERY = 3
+
+
+def setup(dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> tuple[nn.Module, Any, sync.Attachment]:
+    model = build("Mlp", dtype, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {"every": EVERY, "outer": NESTEROV} | more
+    return model, optimizer, sync.average_updates(model, optimizer, EFSignSGD(), **settings)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[str]:
+    digests = []
+    for step in steps:
+        optimizer.zero_grad()
+        model(model.batch(step, dist.get_rank(), next(model.parameters()).dtype)).backward()
+        optimizer.step()
+        digests.append(digest_of(model.parameters()))
+    return digests
+
+
+def resumed() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for saved_at in (2, 6, 7):
+            model, optimizer, attachment = setup(dtype)
+            expected = trained(model, optimizer, range(saved_at))
+            state, own = attachment.state_dict(), copy.deepcopy(optimizer.state_dict())
+            assert bool(state["updates"]["parameters"]) == (saved_at % EVERY > 0)
+            expected = trained(model, optimizer, range(saved_at, 12))
+            attachment.close()
+            model, optimizer, attachment = setup(dtype, seed=1)
+            attachment.load_state_dict(state)
+            optimizer.load_state_dict(own)
+            assert trained(model, optimizer, range(saved_at, 12)) == expected, (dtype, saved_at)
+            assert attachment.steps == 12 // EVERY
+            attachment.close()
+
+
+def test_resumed_inside_a_round():
+    values_of(run_ranks(2, resumed))
+
+
+def save() -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
+    """The states of all ranks after five steps, the mean of the parameters, and what is unsent of a layer."""
+    model, optimizer, attachment = setup(outer=None)
+    trained(model, optimizer, range(5))
+    states: list[Any] = [None] * dist.get_world_size()
+    state = attachment.state_dict()
+    dist.all_gather_object(states, state)
+    mass = mass_of(attachment)["layers.0.weight"]
+    flat = torch.cat([each.detach().double().flatten() for each in model.parameters()])
+    attachment.close()
+    return states, summed(flat) / len(states), mass
+
+
+def load(states: list[dict[str, Any]], mean: torch.Tensor, mass: torch.Tensor) -> None:
+    model, optimizer, attachment = setup(seed=1, outer=None, decay=1.0)
+    attachment.load_state_dict(states[::-1])
+    flat = torch.cat([each.detach().double().flatten() for each in model.parameters()])
+    torch.testing.assert_close(flat, mean, rtol=0, atol=1e-6)
+    if dist.get_world_size() > 1:
+        torch.testing.assert_close(mass_of(attachment)["layers.0.weight"], mass, rtol=0, atol=1e-6)
+    digests = trained(model, optimizer, range(5, 9))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, digests)
+    assert len({each[0] for each in everyone}) == 1 and len({each[3] for each in everyone}) == 1
+    assert attachment.steps == 3
+    attachment.close()
+
+
+def test_another_number_of_ranks():
+    """Every rank goes on with the mean of the parameters, and the mean of the residuals stays as it was."""
+    for saved, loads in ((2, 3), (3, 2), (2, 1)):
+        found = values_of(run_ranks(saved, save))
+        values_of(run_ranks(loads, load, *found[0]))
+
+
+def damaged() -> None:
+    model, optimizer, attachment = setup()
+    trained(model, optimizer, range(4))
+    state = attachment.state_dict()
+    before = digest_of(model.parameters())
+    updates = state["updates"]
+    anchors = {name: each for name, each in updates["anchors"].items() if name != "layers.0.weight"}
+    short = updates["parameters"] | {"layers.0.weight": torch.zeros(3)}
+    wrong = {
+        "updates must": {"updates": None},
+        "updates must be": {"updates": updates | {"taken": -1}},
+        "anchors must": {"updates": updates | {"anchors": anchors}},
+        "parameters must": {"updates": updates | {"parameters": short}},
+        "parameters must have": {"updates": updates | {"parameters": {}}},
+        "outer must": {"updates": updates | {"outer": {"param_groups": []}}},
+    }
+    for text, change in wrong.items():
+        _raises(ValueError, text, attachment.load_state_dict, state | change)
+    other = copy.deepcopy(state)
+    other["updates"]["taken"] = 2
+    other["rank"] = 1 - dist.get_rank()
+    _raises(ValueError, "not at the same step", attachment.load_state_dict, [state, other])
+    assert digest_of(model.parameters()) == before
+    attachment.close()
+    gradients = sync.attach(model, EFSignSGD())
+    model(model.batch(0, 0)).backward()
+    model(model.batch(0, 0)).backward()
+    _raises(ValueError, "saved by average_updates", gradients.load_state_dict, state)
+    of_gradients = gradients.state_dict()
+    gradients.close()
+    attachment = sync.average_updates(model, optimizer, EFSignSGD())
+    _raises(ValueError, "updates must be", attachment.load_state_dict, of_gradients)
+    _raises(NotImplementedError, "state_dict of each rank", attachment.checkpoint)
+    attachment.close()
+
+
+def _raises(kind: type[Exception], text: str, function: Any, *arguments: Any) -> None:
+    try:
+        function(*arguments)
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no error with {text!r}")
+
+
+def test_damaged_states_change_nothing():
+    values_of(run_ranks(2, damaged))
