@@ -27,7 +27,7 @@ def average_updates(
     *,
     every: int = 1,
     outer: Outer | None = None,
-    decay: float = 0.5,
+    decay: float | None = None,
     grad_scaler: GradScaler | None = None,
     residual_bits: int = 32,
     seed: int = 0,
@@ -48,7 +48,7 @@ def average_updates(
     This is local SGD, with compression; with an outer optimizer it is DiLoCo (Douillard et al., arXiv:2311.08105)::
 
         outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-        attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=100, decay=1.0, outer=outer)
+        attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=100, outer=outer)
 
     Parameters and buffers become those of rank 0. From then on buffers, such as those of batch norm, are each rank's
     own. Clipping sees the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters
@@ -69,8 +69,9 @@ def average_updates(
         every: the number of steps of a round.
         outer: a function that makes an optimizer of a list of parameters, for which the mean update, from the end of
             the round to its begin, is a gradient. Its parameters have 32 bits or more. By default the mean is added.
-        decay: from 0 to 1, by which residuals are multiplied before they are added to the next update. With ``1.0``
-            nothing is lost. Optimizers of Adam's class want less with few bits.
+        decay: from 0 to 1, by which residuals are multiplied before they are added to the next update. With 1 nothing
+            is lost. The default is what has been best for signs: 0.5 for rounds of one or two steps, and 1 for longer
+            ones.
         grad_scaler: the gradient scaler that calls the steps of ``optimizer``. A step that it skips on one rank counts
             there, as an update of zero; its method ``step`` is wrapped for that.
         residual_bits: with 8, residuals of element-wise quantisers take a byte per element instead of four.
@@ -103,7 +104,7 @@ def average_updates(
         seed,
         start_step,
         ModuleOptions(process_group),
-        decay=decay,
+        decay=_default_decay(every) if decay is None else decay,
         optimizer=optimizer,
         every=every,
         outer=PLAIN_MEAN if outer is None else outer,
@@ -118,3 +119,8 @@ def average_updates(
     agreed_plan = agreed("average_updates", everyone, request.device, check)
     end_spent(model)
     return Attachment(UpdatesFrontend(model, agreed_plan, request), request)
+
+
+def _default_decay(every: int) -> float:
+    """The decay that has been best for signs (``bench/training/updates.py``)."""
+    return 0.5 if every in (1, 2) else 1.0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import pickle
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -210,6 +213,7 @@ def kinds() -> None:
     with_a_scaler()
     another_plan()
     buffers()
+    exact_rounds()
 
 
 def sixteen_bits() -> None:
@@ -235,6 +239,7 @@ def frozen_and_thawed() -> None:
     model = build("Mlp")
     optimizer = adamw(model)
     attachment = sync.average_updates(model, optimizer, EFSignSGD(), outer=NESTEROV)
+    assert attachment._frontend.request.decay == 0.5
     trained(model, optimizer, 3)
     sent = attachment.stats()["sent_nbytes"]
     layer = model.layers[0]
@@ -256,6 +261,7 @@ def exact_start() -> None:
     model = build("Mlp")
     optimizer = adamw(model)
     attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=3, start_step=4)
+    assert attachment._frontend.request.decay == 1.0
     for step in range(10):
         trained(model, optimizer, 1, step)
         assert on_all(digest(model)) == (step < 4 or step in (6, 9))
@@ -330,6 +336,26 @@ def buffers() -> None:
     trained(model, optimizer, 2)
     assert on_all(digest(model)) and not on_all(digest_of([norm.running_mean]))
     attachment.close()
+
+
+def exact_rounds() -> None:
+    """A round that ends in ``exact`` leaves residuals alone. Nothing outlives the model, and copies have no hooks."""
+    model = build("Mlp")
+    optimizer = adamw(model)
+    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+    trained(model, optimizer, 4)
+    before = attachment.state_dict()["feedback"]["worker"]
+    with attachment.exact():
+        trained(model, optimizer, 2)
+    after = attachment.state_dict()["feedback"]["worker"]
+    assert on_all(digest(model)) and digest_of(before.values()) == digest_of(after.values())
+    copies = pickle.loads(pickle.dumps(model)), copy.deepcopy(optimizer)
+    copies[0].load_state_dict(model.state_dict())
+    trained(model, optimizer, 2)
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None and not attachment._frontend.is_open
 
 
 def test_kinds_of_training():
