@@ -101,7 +101,7 @@ def attach(
             ``"BlockQuant(bits=4)"``, each rank keeps a copy of all parameters (fp32), to which differences are sent in
             forward, and nothing in backward. Parameters with fewer than two dimensions are exact. With ``None`` all
             are. If a plan is found, it is tried as well, and stays only if that is faster than all plans with exact
-            parameters; without this argument nothing encodes parameters.
+            parameters; without this argument nothing encodes parameters. A plan with ``weights`` of its own keeps them.
         seed: the seed of the stochastic compressors.
         start_step: the first step that is compressed; those before it are averaged exactly. Gradients change fastest
             when a training begins, and an optimizer such as Adam then learns their magnitudes. Aggressive compressors

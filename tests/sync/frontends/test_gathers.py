@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gckernels import BlockQuant, from_spec, sync
+from gckernels import BlockQuant, Cast16, from_spec, sync
 from gckernels.sync.frontends.sharded.gathers import Gathers
 from gckernels.sync.messages.gathers import GatheredParameter, payload_nbytes
 from ranks import run_ranks, values_of
@@ -189,6 +189,24 @@ def test_gathers_follow_the_plan():
         for weights, error, nbytes in found:
             assert (error == 0.0) == (weights is None), found
             assert error < 0.05 and (nbytes < 0.5 * found[0][2]) == (weights is not None), found
+
+
+def filled_in() -> list[str]:
+    """The weights of plans of an attachment that was given some."""
+    model = model_of(SETTINGS["plain"], "fsdp")
+    attachment, found = sync.attach(model, "Identity", weights="BlockQuant"), []
+    plain = sync.uniform_plan(model, "Cast16")
+    for plan in (None, plain, replace(plain, weights=Cast16()), plain):
+        if plan is not None:
+            attachment.change_plan(plan)
+            train(model, SETTINGS["plain"], range(2), adamw(model))
+        found.append("" if attachment.plan.weights is None else attachment.plan.weights.name)
+    attachment.close()
+    return found
+
+
+def test_a_plan_with_weights_of_its_own_keeps_them():
+    assert values_of(run_ranks(2, filled_in)) == [["BlockQuant", "BlockQuant", "Cast16", "BlockQuant"]] * 2
 
 
 def given_up() -> list[bool]:
