@@ -12,7 +12,15 @@ import re
 from pathlib import Path
 
 import gckernels
-from bench.lib import auto_tables, kernel_tables, prediction_tables, sharded_tables, step_tables, training_tables
+from bench.lib import (
+    auto_tables,
+    kernel_tables,
+    prediction_tables,
+    sharded_tables,
+    step_tables,
+    training_tables,
+    updates_tables,
+)
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown, markdown_of_cells
 from docs import console
@@ -133,6 +141,10 @@ def pages() -> dict[Path, str]:
         ),
         FOLDER / "howto" / "fsdp.md": _with_part(
             FOLDER / "howto" / "fsdp.md", sharded_tables.steps_table(), sharded_tables.accuracy_table()
+        ),
+        FOLDER / "howto" / "slow_link.md": _with_part(
+            FOLDER / "howto" / "slow_link.md",
+            *(updates_tables.accuracy_table(400, 3e-3, each) for each in (0.95, 0.999)),
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }
