@@ -140,7 +140,10 @@ def pages() -> dict[Path, str]:
             measured / "kernels_on_cpu.md", kernel_tables.compressors_table(), kernel_tables.widths_table()
         ),
         FOLDER / "howto" / "fsdp.md": _with_part(
-            FOLDER / "howto" / "fsdp.md", sharded_tables.steps_table(), sharded_tables.accuracy_table()
+            FOLDER / "howto" / "fsdp.md",
+            sharded_tables.predictions_table(),
+            sharded_tables.steps_table(),
+            sharded_tables.accuracy_table(),
         ),
         FOLDER / "howto" / "slow_link.md": _with_part(
             FOLDER / "howto" / "slow_link.md",

@@ -9,7 +9,9 @@ from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
 from bench.lib.step_tables import bits_per_s, network_name, rate_name
 
-STEPS, TRAINING = (RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training"))
+STEPS, TRAINING, PREDICTIONS = (
+    RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training", "sharded_predictions")
+)
 NATIVE, AGAIN = "native", "native again"
 WEIGHTS, FLAT, LEVELS = ", weights ", ", shards over all ranks", ", added up inside machines"
 """The parts of an arm behind its plan."""
@@ -23,6 +25,23 @@ def steps_table(path: Path = STEPS) -> str:
     arms = dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -float(row["median_s"])))
     head = ["attached", *(f"{network_name(network)}, {rate_name(rate)}" for network, rate in cells)]
     return markdown_of_cells(head, [[_name(arm), *(ratios.get((arm, *cell), "") for cell in cells)] for arm in arms])
+
+
+def predictions_table(path: Path = PREDICTIONS) -> str:
+    """A row for every arm, with the measured step on each link, and how far the prediction is from it."""
+    rows = read_csv(path)
+    cells = sorted({(row["network"], row["rate"]) for row in rows}, key=lambda cell: (cell[0], bits_per_s(cell[1])))
+    found = {
+        (row["arm"], row["network"], row["rate"]): f"{1e3 * float(row['median_s']):.0f} ms, {_error(row['error'])}"
+        for row in rows
+    }
+    arms = dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -float(row["median_s"])))
+    head = ["attached", *(f"{network_name(network)}, {rate_name(rate)}" for network, rate in cells)]
+    return markdown_of_cells(head, [[_name(arm), *(found.get((arm, *cell), "") for cell in cells)] for arm in arms])
+
+
+def _error(error: str) -> str:
+    return f"{float(error):+.0%}".replace("%", " %") if error else "no price"
 
 
 def accuracy_table(path: Path = TRAINING) -> str:

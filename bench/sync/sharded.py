@@ -80,33 +80,33 @@ class ShardedArm:
 
     def __init__(self, spec: str, model: str, network: Network) -> None:
         workload = WORKLOADS[model]
-        self._loss, self._model = workload.loss, workload.model()
+        self._loss, self.model = workload.loss, workload.model()
         self._batch = workload.batch(torch.Generator().manual_seed(dist.get_rank()))
         inside = network.ranks_per_machine
         if inside > 1 and not spec.endswith((FLAT, LEVELS)):
             mesh = init_device_mesh("cpu", (network.machines, inside), mesh_dim_names=("replicate", "shard"))
         else:
             mesh = init_device_mesh("cpu", (network.ranks,))
-        for layers in self._model.children():
+        for layers in self.model.children():
             for layer in layers if isinstance(layers, torch.nn.Sequential) else ():
                 fully_shard(layer, mesh=mesh)
-        fully_shard(self._model, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
         self.attachment: sync.Attachment | None = None
         plan, _, weights = spec.removesuffix(FLAT).removesuffix(LEVELS).partition(WEIGHTS)
         self.is_tuned = plan == AUTO
         if self.is_tuned:
-            self.attachment = sync.attach(self._model, weights=weights or None)
+            self.attachment = sync.attach(self.model, weights=weights or None)
         elif plan not in (NATIVE, AGAIN):
             topology = (network.machines, inside) if spec.endswith(LEVELS) else None
-            made = sync.uniform_plan(self._model, plan, topology=topology)
-            self.attachment = sync.attach(self._model, made, weights=weights or None)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+            made = sync.uniform_plan(self.model, plan, topology=topology)
+            self.attachment = sync.attach(self.model, made, weights=weights or None)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def step(self) -> tuple[float, float]:
         """Train one step; returns its seconds, and the bytes that the interface has sent meanwhile; collective."""
         inputs, answers = self._batch
         before, start_s = sent_nbytes(), time.perf_counter()
-        self._loss(self._model(inputs), answers).backward()
+        self._loss(self.model(inputs), answers).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
         step_s = time.perf_counter() - start_s

@@ -18,7 +18,7 @@ from ..traces.model_trace import ModelTrace
 from .common.console import Console
 from .common.error_bars import Band
 from .common.files import MAKE, add_outputs
-from .common.inputs import add_problem, check_pictures, machine_of, plan_of, problem_of, trace_of
+from .common.inputs import add_problem, check_pictures, machine_of, plan_of, problem_of, trace_of, with_sizes_of
 from .common.outcome import Outcome, bad_data, refusing, wrong_use
 from .studies.explanation import differences, explain, judged, timeline_record
 from .studies.memory import PlanMemory
@@ -61,6 +61,9 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
             raise wrong_use(f"--frontend {given.frontend}: {made_for}", "leave it out")
         given.frontend = plan.made_for.value
     problem, caveats = problem_of(given, trace, machine)
+    if problem.frontend is Frontend.HSDP:
+        plans = {path: with_sizes_of(problem.trace, each) for path, each in plans.items()}
+        plan = plans[given.plan]
     timelines = {path: _timeline(problem, given.machine, path, each) for path, each in plans.items()}
     with refusing(given.machine, MAKE["machine"], MachineError):
         found = explain(problem, plan, given.messages, given.unit, console.progress)

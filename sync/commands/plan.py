@@ -11,7 +11,7 @@ from ..accuracy.accuracy import start_step
 from ..planner.choice import Choice, choose, policy_of
 from ..planner.drafts.problem import Problem, ProblemError
 from ..planner.machines.machine import MachineError
-from ..plans.plan import PlanError
+from ..plans.plan import Frontend, PlanError
 from .common.console import Console
 from .common.files import MAKE, add_outputs
 from .common.inputs import (
@@ -23,6 +23,7 @@ from .common.inputs import (
     problem_of,
     trace_of,
     why_unusable,
+    with_sizes_of,
 )
 from .common.outcome import CommandError, Exit, Outcome, refusing, wrong_use
 from .studies.advice import Advice
@@ -45,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem(parser)
     help_ = "the policy that chooses the plan, or all:SPEC for one compressor everywhere (default: auto)"
     parser.add_argument("--policy", default="auto", metavar="NAME", help=help_)
+    parser.add_argument(
+        "--weights",
+        metavar="SPEC",
+        help="gather the parameters of a model of fully_shard over all ranks with this compressor, as attach(weights=)",
+    )
     parser.add_argument(
         "--steps",
         type=int,
@@ -78,7 +84,8 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         first_step = start_step(accuracy_of(given), given.steps)
     except ValueError as error:
         raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
-    problem, caveats = problem_of(given, trace_of(given.trace), machine_of(given.machine))
+    trace = trace_of(given.trace)
+    problem, caveats = problem_of(given, trace, machine_of(given.machine), given.weights)
     caveats.check(given.machine)
     with (
         refusing(given.trace, MAKE["trace"], PlanError),
@@ -87,6 +94,8 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         here = Advice.of(problem, _chosen(problem, given.policy))
         elsewhere = None if given.sweep is None else predict(problem, here, sweeps, console.progress)
     plan = replace(here.choice.plan, start_step=first_step)
+    if problem.frontend is Frontend.HSDP:
+        plan = with_sizes_of(trace, plan)
     files: dict[str | None, str | bytes] = {given.output: json.dumps(plan.to_json(), indent=1) + "\n"}
     if given.png is not None and elsewhere is not None:
         files[given.png] = draw_sweeps(elsewhere.sweeps)

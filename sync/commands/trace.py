@@ -46,9 +46,9 @@ class _AfterScript(argparse.Action):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``gckernels trace``."""
     parser.description = (
-        "Run a training script and measure steps of its first DistributedDataParallel model: tensors, when their "
-        "gradients are ready, and the relative errors of compressors on them. Under torchrun on all of its ranks, "
-        "otherwise on one. The script ends when everything is measured."
+        "Run a training script and measure steps of its first DistributedDataParallel model, or model of fully_shard: "
+        "tensors, when their gradients are ready and parameters are gathered, and the relative errors of compressors. "
+        "Under torchrun on all of its ranks, otherwise on one. The script ends when everything is measured."
     )
     parser.epilog = "-o and --json may also follow the script; -- ends them."
     add_outputs(parser, "the trace")
@@ -123,6 +123,7 @@ def summary(trace: ModelTrace) -> str:
         ("last gradient ready", duration(trace.tensors[-1].ready_s)),
         ("optimizer", duration(trace.optimizer_s)),
         ("buckets", plural(len(trace.buckets), "bucket") if trace.buckets else "none, not a DDP model"),
+        *([("gathers of parameters", str(len(trace.gathers)))] if trace.gathers else []),
     ]
     text = table((trace.model, ""), rows, left=(0, 1))
     errors = measured_errors(trace)
@@ -148,6 +149,7 @@ def as_record(trace: ModelTrace) -> dict[str, Any]:
         "last_ready_s": trace.tensors[-1].ready_s,
         "optimizer_s": trace.optimizer_s,
         "buckets": len(trace.buckets),
+        "gathers": len(trace.gathers),
         "errors": measured_errors(trace),
         "source": trace.source,
     }

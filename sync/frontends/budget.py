@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gckernels.codec import chunk_numel
 from gckernels.ops import Identity
 
 from ..communication.communicators import DryCommunicators
@@ -26,7 +27,7 @@ from ..plans.grouping import MessageSpec, PlacedUnit, message_kind
 from ..plans.numbers import volume
 from ..plans.plan import Plan, UnitPlan
 from ..plans.strides import in_reals
-from ..programs.named import ALLREDUCE
+from ..programs.named import ALLREDUCE, SHARDS
 from ..programs.stages import MessageKind
 from ..programs.steps import Level
 from ..programs.topology import Topology
@@ -183,8 +184,12 @@ def _nbytes_on(
     residual_bits: int = 32,
 ) -> int:
     """Bytes of a message of one unit on ``rank``, counted while it is built of tensors without memory."""
-    spec = MessageSpec(kind, unit.program, (PlacedUnit(unit, 0),))
-    buffer = torch.empty(spec.units[-1].stop, dtype=dtype, device=_META)
+    placed, shape = PlacedUnit(unit, 0), [unit.numel]
+    if unit.program == SHARDS:
+        row = chunk_numel(unit.numel, topology.world_size)
+        placed, shape = replace(placed, row=row), [topology.world_size, row]
+    spec = MessageSpec(kind, unit.program, (placed,))
+    buffer = torch.empty(shape, dtype=dtype, device=_META)
     places = Places(_META, _META, apart)
     communicators: Any = DryCommunicators(rank, topology, places)
     feedback, seeds = Feedback(places, residual_bits), Seeds(0, places)

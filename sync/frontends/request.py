@@ -18,9 +18,9 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..engine.runtime import Runtime
-from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology
+from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters, as_program, as_topology, as_weights
 from ..plans.builders import plan_of_parameters
-from ..plans.plan import GATHERED_BY, Frontend, Plan, PlanError
+from ..plans.plan import Frontend, Plan, PlanError
 from ..programs.named import exact_program
 from ..programs.spans import MEAN
 from ..programs.steps import Program, describe
@@ -36,12 +36,6 @@ _SERVED = {
     Frontend.MODULE: "bare modules",
     Frontend.HSDP: "models of fully_shard over replicas, or of replicate",
     Frontend.FSDP: "models of fully_shard without replicas",
-}
-_MAKERS = {
-    Frontend.DDP: "gckernels plan --frontend ddp",
-    Frontend.MODULE: "gckernels plan --frontend module",
-    Frontend.HSDP: "sync.uniform_plan(model, ...)",
-    Frontend.FSDP: "sync.uniform_plan(model, ...)",
 }
 
 
@@ -190,9 +184,7 @@ class Request:
         """
         if self.weights is None:
             return None
-        method = as_method(f"{_CALLER}: weights", self.weights, otherwise="None")
-        if not isinstance(method, GATHERED_BY):
-            raise ValueError(f"{_CALLER}: weights must be None, BlockQuant, Cast16 or Identity, got {method}")
+        method = as_weights(f"{_CALLER}: weights", self.weights)
         if self.frontend is not Frontend.FSDP:
             raise ValueError(
                 f"{_CALLER}: weights must be None for a model that is not of fully_shard without replicas, got {method}"
@@ -287,8 +279,8 @@ class Request:
         else:
             why = f"its programs end with {plan.span.end}" if made_for is None else "it says so (frontend)"
         raise PlanError(
-            f"{self.caller}: the plan is for {served}: {why}; make a plan with {_MAKERS[self.frontend]}, or pass "
-            f"plan.for_frontend(sync.{self.frontend})"
+            f"{self.caller}: the plan is for {served}: {why}; make a plan with gckernels plan "
+            f"--frontend {self.frontend.value}, or pass plan.for_frontend(sync.{self.frontend})"
         )
 
     def _check_settings(self) -> None:

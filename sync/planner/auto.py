@@ -139,7 +139,7 @@ def _improved(search: Search, draft: Draft, options: tuple[Option, ...]) -> Draf
     """A draft with better options and launches, then with better parts and channels."""
     draft = search.restructured(search.improved(draft, options))
     draft = search.improved(draft, options)
-    return search.improved(draft, _variants(draft))
+    return search.improved(draft, _variants(search.problem, draft))
 
 
 def _bounded(draft: Draft) -> Draft:
@@ -150,11 +150,12 @@ def _bounded(draft: Draft) -> Draft:
     return with_options(draft, [replace(message.option, parts=1) for message in messages])
 
 
-def _variants(draft: Draft) -> list[Option]:
-    """The parts and channels of the most frequent options of a draft. If it has many messages, they are not parted."""
-    many = len(messages_of_draft(draft)) > _MANY
+def _variants(problem: Problem, draft: Draft) -> list[Option]:
+    """The parts and channels of the most frequent options of a draft. If it has many messages, or its tensors must stay
+    whole, they are not parted."""
+    is_whole = problem.is_sharded or len(messages_of_draft(draft)) > _MANY
     each = (variant for option in _frequent(draft) for variant in variants(option))
-    return [variant for variant in each if variant.parts == 1 or not many]
+    return [variant for variant in each if variant.parts == 1 or not is_whole]
 
 
 def _frequent(draft: Draft) -> list[Option]:
@@ -183,7 +184,7 @@ def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[
     judge, changed = _Judge(problem, draft, trials), True
     while changed and judge.left > 0:
         changed = False
-        for move in search.neighbours(judge.draft, [*options, *_variants(judge.draft)], judge.left):
+        for move in search.neighbours(judge.draft, [*options, *_variants(problem, judge.draft)], judge.left):
             if judge.left <= 0:
                 break
             if judge.prefers(moved(judge.draft, [move])):
@@ -202,7 +203,7 @@ def _rearranged(problem: Problem, search: Search, draft: Draft, options: Iterabl
     while changed and judge.left > 0:
         changed, origin = False, judge.draft
         moves = itertools.zip_longest(
-            orders_of(problem, origin), search.neighbours(origin, [*options, *_variants(origin)], judge.left)
+            orders_of(problem, origin), search.neighbours(origin, [*options, *_variants(problem, origin)], judge.left)
         )
         for move in (each for pair in moves for each in pair if each is not None):
             other = after(judge.draft, move, origin)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 from ..plans.plan import PlanError
+from ..programs.spans import MEAN
 from .drafts.problem import Found, Policy, Problem, ProblemError
 from .machines.machine import MachineError
 from .policies.all import all_
@@ -30,6 +31,9 @@ STARTS: Mapping[str, Policy] = {
     "hitopkcomm": hitopkcomm,
 }
 
+_OF_ALL_SPANS = ("none", "all", "threshold")
+"""The policies that are not of systems with data parallelism alone."""
+
 
 def found_plans(problem: Problem) -> dict[str, Found]:
     """The plans of these policies, by name. A policy is missing that finds none, or one without a price."""
@@ -46,7 +50,13 @@ def found_plans(problem: Problem) -> dict[str, Found]:
 
 
 def found_by(name: str, policy: Policy, problem: Problem) -> Found:
-    """The plan of a policy. It is kept with the problem."""
+    """The plan of a policy. It is kept with the problem.
+
+    Raises:
+        ProblemError: the policy has no plan for the problem.
+    """
+    if problem.frontend.span() != MEAN and name not in _OF_ALL_SPANS:
+        raise ProblemError(f"policy: {name} plans for models whose ranks all get the mean of the gradients")
     if name not in problem.found:
         start_s = time.perf_counter()
         plan = policy(problem)

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor, from_spec
+from gckernels.ops import BlockQuant, Cast16, Identity
 
 from ..programs.named import PROGRAMS
 from ..programs.steps import Program, Step
@@ -100,6 +102,31 @@ def as_method(argument: str, given: object, otherwise: str = "") -> Compressor:
         f"{argument} must be {otherwise}a compressor such as gckernels.EFSignSGD(), or its spec such as "
         f"'BlockQuant(bits=4)', got {got}"
     )
+
+
+GATHERED_BY = (BlockQuant, Cast16, Identity)
+"""The compressors of parameters that are gathered."""
+_DIRECT_BITS = 8
+"""The bits from which parameters are sent themselves. With fewer, their error shows in the loss, and differences to a
+copy are sent."""
+
+
+def as_weights(argument: str, given: object) -> Codec:
+    """The compressor of gathered parameters that ``given`` is, or of which it is a spec.
+
+    Raises:
+        TypeError, ValueError: it is none that parameters may be gathered with.
+    """
+    method = as_method(argument, given, otherwise="None")
+    if not isinstance(method, GATHERED_BY):
+        raise ValueError(f"{argument} must be None, BlockQuant, Cast16 or Identity, got {method}")
+    return method
+
+
+def sends_differences(weights: Codec) -> bool:
+    """Whether a compressor of gathered parameters encodes differences to a copy that every rank keeps. They are sent in
+    forward, and nothing in backward."""
+    return isinstance(weights, BlockQuant) and weights.bits < _DIRECT_BITS
 
 
 def as_program(caller: str, given: Program | str | None) -> Program | None:

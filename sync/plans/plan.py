@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any
@@ -19,12 +20,11 @@ import torch
 
 from gckernels.codec import CHUNK_ALIGN
 from gckernels.compressor import Compressor, from_json
-from gckernels.ops import BlockQuant, Cast16, Identity
 
 from ..programs.named import ALLTOALL, SHARDS, exact_program
 from ..programs.spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
 from ..programs.topology import Topology
-from .arguments import differentiable
+from .arguments import GATHERED_BY, differentiable
 from .checks import contradictions, fitted_units, misfits
 from .json_files import Entry, bytes_of, document, parsed, write_whole
 from .json_records import JsonForm, from_value, read_record, written
@@ -39,9 +39,6 @@ READ_VERSIONS = (1, 2)  # the first and the last
 _ENTRIES = ("topology", "channels", "frontend", "start_step", "weights", "prediction", "units")
 _LEFT_OUT = ("weights",)  # entries that are not written if they are ``None``
 _REMEDY = "save it again with Plan.save, or make it again with gckernels plan"
-
-GATHERED_BY = (BlockQuant, Cast16, Identity)
-"""The compressors of parameters that are gathered."""
 
 
 class Frontend(Enum):
@@ -136,6 +133,16 @@ class Plan:
         """The plan with other units, and without its prediction, unless the units are the same."""
         changed = tuple(units)
         return self if changed == self.units else replace(self, units=changed, prediction=None)
+
+    def with_shapes(self, shapes: Mapping[str, Sequence[int]]) -> Plan:
+        """The plan for parameters of other shapes, by name; a parameter that is not among them keeps its own."""
+        units = (
+            replace(unit, numel=math.prod(shape), compressor=unit.compressor.fit(tuple(shape)))
+            if (shape := shapes.get(unit.parameter)) is not None
+            else unit
+            for unit in self.units
+        )
+        return replace(self, units=tuple(units), prediction=None)
 
     def parted(self, max_numel: int) -> Plan:
         """The plan with large units cut into parts, so that encoding, sending and decoding of the parts overlap.

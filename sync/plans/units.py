@@ -9,8 +9,10 @@ from typing import Annotated
 
 from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
 from gckernels.compressor import Compressor, from_json
+from gckernels.ops import Identity
 
-from ..programs.named import ALLREDUCE, REDUCE_SCATTER, REDUCE_SCATTER_OF_LEVELS
+from ..programs.named import ALLREDUCE, REDUCE_SCATTER, REDUCE_SCATTER_OF_LEVELS, default_program
+from ..programs.spans import SHARD, Span
 from ..programs.steps import Broadcast, Program, program_from_json, program_to_json
 from .arguments import plain_name
 from .json_records import JsonForm, from_value
@@ -112,6 +114,15 @@ class UnitPlan:
     def encoder(self, kind: str) -> Compressor:
         """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
         return self.compressor if kind == "worker" else self.compressor.shard_compressor
+
+    def sent_to_shards(self, span: Span = SHARD) -> UnitPlan:
+        """The unit as it is sent where the mean ends in shards and others are compressed: exactly, if it is not
+        compressed, and in their program."""
+        return (
+            replace(self, compressor=Identity(), program=default_program(Identity(), 1, span))
+            if self.in_place
+            else self
+        )
 
     def at_step(self, step: int) -> UnitPlan:
         """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""

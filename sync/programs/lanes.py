@@ -19,6 +19,10 @@ IN_FLIGHT = 2
 """Collectives of a lane on the host that may be on their way at the same time. With one, the link would be idle from
 the end of a collective to the first byte of the next. With two it is not, and more of them only wait for each other."""
 
+SHARD_BUFFERS = 2
+"""The groups of a model of FSDP2 whose gradients can be on their way at the same time: one is sent while the next one
+is encoded."""
+
 
 @dataclass(frozen=True)
 class LaneKey:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plans.json_files import MAX_NBYTES, Entry, bytes_of, parsed, shown, write_whole
 from ..plans.json_records import checked_fields, written
 from .published_traces import is_published, published_fields
 from .shipped_traces import shipped_traces, trace_names
 from .trace_records import check_fields, fields_of, hash_of, record_of, text_of
-from .traced_tensors import Float, TracedTensor, TraceError
+from .traced_tensors import Float, TracedGather, TracedTensor, TraceError
 
 _REMEDY = "write the trace again, with 'gckernels trace SCRIPT -o FILE'"
 
@@ -27,11 +28,13 @@ class ModelTrace:
         forward_s: everything before backward; 0 if the trace does not say. The optimizer is in it where a trace does
             not tell them apart.
         optimizer_s: everything after the gradients are averaged; 0 if the trace does not say.
-        buckets: DDP's buckets, as names of tensors in the order of their memory, first launched first; empty if the
-            trace is not of a DDP model.
+        buckets: DDP's buckets, or FSDP's groups of parameters, as names of tensors in the order of their memory, first
+            launched first; empty for a bare module.
         source: where the numbers come from, for people.
         copies_gradients: whether DDP copies averaged gradients out of its buckets, as it does without
             ``gradient_as_bucket_view``.
+        gathers: the gathers of parameters, in the order in which they are asked for; empty if the trace is not of a
+            model of FSDP2.
     """
 
     model: str
@@ -42,12 +45,20 @@ class ModelTrace:
     buckets: tuple[tuple[str, ...], ...] = ()
     source: str = ""
     copies_gradients: bool = False
+    gathers: tuple[TracedGather, ...] = ()
 
     @property
     def is_whole_step(self) -> bool:
         """Whether it has more of a step than backward. Otherwise steps that are predicted from it are backward and
         synchronisation alone, and all gains look larger than those of a training."""
         return self.forward_s > 0
+
+    def of_shards(self, ranks: int) -> ModelTrace:
+        """The trace of the shards that one of ``ranks`` ranks has, with the largest share of each tensor's rows."""
+        shapes = {tensor.name: _shard_shape(tensor, ranks) for tensor in self.tensors}
+        tensors = (replace(each, numel=math.prod(shapes[each.name]), shape=shapes[each.name]) for each in self.tensors)
+        gathers = (replace(each, frozen_numel=-(-each.frozen_numel // ranks)) for each in self.gathers)
+        return replace(self, tensors=tuple(tensors), gathers=tuple(gathers))
 
     def fingerprint(self) -> str:
         """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
@@ -121,3 +132,9 @@ class ModelTrace:
         """
         document = parsed(text, file, "trace", TraceError, _REMEDY)
         return ModelTrace(**(published_fields(document) if is_published(document) else fields_of(document, ModelTrace)))
+
+
+def _shard_shape(tensor: TracedTensor, ranks: int) -> tuple[int, ...]:
+    """The shape of the largest shard of a tensor, along its first dimension."""
+    rows, *others = tensor.shape or (tensor.numel,)
+    return (-(-rows // ranks), *others)

@@ -1,5 +1,6 @@
 """Traces as JSON records, and back. Version 1 of the format has everything that a
-:class:`~gckernels.sync.traces.model_trace.ModelTrace` has, and the SHA-256 hash of the rest."""
+:class:`~gckernels.sync.traces.model_trace.ModelTrace` has, and the SHA-256 hash of the rest. Only traces of models of
+FSDP2 have gathers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ FORMAT = "gckernels trace"
 VERSION = 1
 
 _HEAD = ("format", "version")
-_KEYS = ("model", "source", "forward_s", "backward_s", "optimizer_s", "buckets", "copies_gradients", "tensors")
+_TIMES = ("forward_s", "backward_s", "optimizer_s")
+_KEYS = ("model", "source", *_TIMES, "buckets", "copies_gradients", "gathers", "tensors")
 """The keys of the fields of a trace in the order of files."""
 
 
@@ -27,7 +29,8 @@ def record_of(fields: dict[str, Any]) -> dict[str, Any]:
     Args:
         fields: the JSON values of its fields.
     """
-    return {"format": FORMAT, "version": VERSION} | {key: fields[key] for key in _KEYS}
+    kept = {key: fields[key] for key in _KEYS if key != "gathers" or fields[key]}
+    return {"format": FORMAT, "version": VERSION} | kept
 
 
 def hash_of(record: dict[str, Any]) -> str:
@@ -86,6 +89,13 @@ def check_fields(document: Entry, found: dict[str, Any]) -> None:
         fields["buckets"].refuse(
             "lists, none of them empty, that together have the name of every tensor once", "others"
         )
+    groups = {frozenset(bucket) for bucket in buckets}
+    for at, gather in enumerate(found.get("gathers", ())):
+        parts = fields["gathers"].items()[at].fields((), None)
+        if gather.names and frozenset(gather.names) not in groups:
+            parts["names"].refuse("the names of a bucket", "others")
+        if gather.needed_s < gather.asked_s:
+            parts["needed_s"].refuse(f"at least asked_s, {gather.asked_s} s")
 
 
 def check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:

@@ -65,3 +65,20 @@ class TracedTensor:
     role: Role = Role.WEIGHT
     norm: Float | None = None
     errors: Mapping[str, Error] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TracedGather:
+    """A gather of the parameters of a group of FSDP2, before they are used.
+
+    Attributes:
+        names: the names of the parameters, which are those of a bucket of the trace.
+        asked_s: seconds from the start of the step, without communication, until FSDP asks for it.
+        needed_s: likewise until the computation waits for it.
+        frozen_numel: the elements of frozen parameters that are gathered beside them.
+    """
+
+    names: tuple[Annotated[str, JsonForm(Entry.name)], ...]
+    asked_s: Float
+    needed_s: Float
+    frozen_numel: int = 0

@@ -17,9 +17,10 @@ from torch import nn
 import gckernels
 
 from ..communication.cores import Cores
+from ..frontends.sharded.shard_groups import ShardGroup
 from ..plans.strides import in_reals, memory_shape
 from ..traces.model_trace import ModelTrace
-from ..traces.traced_tensors import Role, TracedTensor
+from ..traces.traced_tensors import Role, TracedGather, TracedTensor
 from .watch import NOT_READY, StepTimes, WatchedStep
 
 _NOTABLE = 0.05  # a smaller part of a step is not worth a word
@@ -126,6 +127,43 @@ def combined(
     )
 
 
+def with_gathers(
+    trace: ModelTrace,
+    groups: Sequence[ShardGroup],
+    reduced: Sequence[int],
+    gathered: Sequence[int],
+    times: Sequence[Sequence[Sequence[Sequence[float]]]],
+    ranks: RecordingRanks,
+) -> ModelTrace:
+    """The trace of a model of FSDP2 with its groups and their gathers, the same on all ranks. Collective.
+
+    Args:
+        trace: the trace without them.
+        groups: the groups.
+        reduced: the numbers of the groups in the order in which they were reduced.
+        gathered: the numbers of the groups in the order in which they were gathered.
+        times: ``[steps, gathers, 2, 2]``, seconds from the start of a step on this rank until FSDP asked for a gather,
+            and until it was needed; the parts of them in which the thread waited for a core. Medians over the steps and
+            means over the ranks count.
+        ranks: the ranks.
+    """
+    elapsed_s, waiting_s = _seconds(times).view(len(times), len(gathered), 2, 2).unbind(2)
+    computing_s = elapsed_s - waiting_s if Cores.of(ranks.group, ranks.device).suffice else elapsed_s
+    middle = ranks.reduced(computing_s.median(0).values, dist.ReduceOp.SUM) / ranks.count
+    names = [tuple(shard.name for shard in group.shards()) for group in groups]
+    gathers, latest_s = [], 0.0
+    for index, (asked_s, needed_s) in zip(gathered, middle.tolist(), strict=True):
+        latest_s = max(latest_s, asked_s)  # means may differ in order by a hair
+        frozen = sum(each.numel() for each in groups[index].parameters().values() if not each.requires_grad)
+        gathers.append(TracedGather(names[index], latest_s, max(needed_s, latest_s), frozen))
+    order = dict.fromkeys((*reduced, *range(len(groups))))
+    return replace(trace, buckets=tuple(names[index] for index in order if names[index]), gathers=tuple(gathers))
+
+
+def _seconds(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+
 def unmeasured(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> ModelTrace:
     """A trace of a model of which nothing is measured: without times, norms and errors.
 
@@ -181,10 +219,8 @@ def _times(
 
 def _table(steps: Sequence[StepTimes]) -> tuple[torch.Tensor, torch.Tensor]:
     """The seconds of forward and of the optimizer before it, ``[steps, 2]``, and of gradients, ``[steps, n]``."""
-    outside = torch.tensor(
-        [[step.forward_s, step.before_s or 0.0] for step in steps], dtype=torch.float64, device="cpu"
-    )
-    return outside, torch.tensor([step.ready_s for step in steps], dtype=torch.float64, device="cpu")
+    outside = _seconds([[step.forward_s, step.before_s or 0.0] for step in steps])
+    return outside, _seconds([step.ready_s for step in steps])
 
 
 def _norms_and_errors(

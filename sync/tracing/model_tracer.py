@@ -18,13 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.compressor import Compressor
 
-from ..communication.clocks import clock_of
+from ..communication.clocks import Clock, clock_of
 from ..communication.collectives import on_any_rank
 from ..frontends.ddp.averages import will_rebuild_buckets
 from ..frontends.ddp.step_ends import in_join
+from ..frontends.sharded.shard_groups import ShardGroup
 from ..traces.model_trace import ModelTrace
-from .combining import Averaged, RecordingRanks, combined, refuse_different
+from .combining import Averaged, RecordingRanks, combined, refuse_different, with_gathers
 from .gradients import KeptGradients, digests
+from .shard_watch import MarkedGather, ShardWatch
 from .watch import ModelWatch, StepMarks
 
 MAX_NUMEL = 1 << 16
@@ -46,6 +48,7 @@ class ModelTracer:
         warmup: the number of steps before them. There are more if DDP has not rebuilt its buckets.
         max_numel: the number of elements of a tensor on which errors are measured at most.
         listener: called when a backward has ended, if nobody averages the gradients.
+        groups: the groups of parameters of a model of FSDP2, whose gradients are kept when FSDP reduces them.
 
     Raises:
         ValueError: the model cannot be recorded.
@@ -61,6 +64,7 @@ class ModelTracer:
         warmup: int,
         max_numel: int = MAX_NUMEL,
         listener: Callable[[], None] | None = None,
+        groups: Sequence[ShardGroup] = (),
     ) -> None:
         if isinstance(model, DistributedDataParallel):
             refuse_unrecordable(model)
@@ -70,7 +74,11 @@ class ModelTracer:
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._ranks = RecordingRanks(group, ranks, device)
         self._kept = KeptGradients(self._parameters, rank, ranks, max_numel)
-        self._clock, self._number = clock_of(device), 0  # the number of the step since the beginning
+        self._groups, self._shards = groups, ShardWatch(groups, device, self._keep) if groups else None
+        self._clock: Clock = clock_of(device) if self._shards is None else self._shards.clock
+        self._number = 0  # the number of the step since the beginning
+        self._gathers: list[list[MarkedGather]] = []
+        self._reduced: list[int] = []
         self._marks: list[StepMarks] = []
         self._averaged: list[Averaged] = []
         self._buckets: list[tuple[str, ...]] = []  # buckets of the step that is recorded, or else the last one
@@ -103,6 +111,10 @@ class ModelTracer:
                 if parameter.grad is not None and watch.is_used(parameter):
                     self._kept.keep(self._names[id(parameter)], parameter.grad)
 
+    def _keep(self, name: str, gradient: torch.Tensor) -> None:
+        if self._is_recorded:
+            self._kept.keep(name, gradient)
+
     def end_step(self) -> bool:
         """Take the times of a step whose gradients have been averaged just now. A step of which some rank has not seen
         everything is not recorded. Collective if gradients are averaged.
@@ -121,6 +133,11 @@ class ModelTracer:
             if not self._is_missed(marks is None) and marks is not None:
                 self._marks.append(marks)
                 self._averaged += [] if averaged is None else [averaged]
+                if self._shards is not None:
+                    self._gathers.append([gather for gather in self._shards.gathers if gather.needed is not None])
+                    self._reduced = self._shards.reduced
+        if self._shards is not None:
+            self._shards.end_step()
         self._warmup -= 1
         self._is_recorded = self._is_next_recorded()
         if self._is_recorded:
@@ -133,6 +150,8 @@ class ModelTracer:
         """Remove all hooks; without effect if they are gone."""
         if (watch := self._watch()) is not None:
             watch.remove()
+        if self._shards is not None:
+            self._shards.remove()
 
     def errors(self, methods: Sequence[Compressor]) -> dict[str, tuple[float, dict[str, float]]]:
         """The norm, and the errors of the methods by their specs, of every tensor that this rank keeps."""
@@ -160,11 +179,19 @@ class ModelTracer:
             return None
         ddp_model = model if isinstance(model, DistributedDataParallel) else None
         module = model if ddp_model is None else ddp_model.module
-        name, specs = name or type(module).__name__, [str(method) for method in methods]
+        kind = type(module).__name__  # FSDP2 gives a model a class of its own
+        name = name or (kind.removeprefix("FSDP") if self._groups else kind)
+        specs = [str(method) for method in methods]
         steps = [marks.step(self._clock) for marks in self._marks]
         held = sorted(each for bucket in self._buckets for each in bucket)
         buckets = tuple(self._buckets) if ddp_model is not None and held == sorted(self._parameters) else ()
         found = combined(module, name, self._parameters, steps, errors, specs, buckets, self._ranks)
+        if self._groups:
+            last = [each.group for each in self._gathers[-1]]
+            pairs = zip(self._marks, self._gathers, strict=True)
+            alike = [(marks.start, each) for marks, each in pairs if [gather.group for gather in each] == last]
+            times = [[gather.times(self._clock, start) for gather in each] for start, each in alike]
+            return with_gathers(found, self._groups, self._reduced, last, times, self._ranks)
         return replace(found, copies_gradients=ddp_model is not None and not ddp_model.gradient_as_bucket_view)
 
     def _is_next_recorded(self) -> bool:

@@ -23,6 +23,9 @@ from ..frontends.ddp.ddp_checks import refuse_foreign_hook
 from ..frontends.ddp.reducer import release_comm_hook, use_comm_hook
 from ..frontends.ddp.step_ends import in_join
 from ..frontends.ownership import attached, end_spent, recorded, refuse_claimed
+from ..frontends.sharded.shard_groups import shard_groups
+from ..frontends.sharded.sharded_checks import refuse_unusual_shards
+from ..frontends.sharded.sharded_frontend import ShardedFrontend
 from ..plans.arguments import as_method, as_named_parameters
 from ..traces.model_trace import ModelTrace
 from .gradients import MAX_NUMEL
@@ -55,11 +58,15 @@ def trace_model(
     accumulation the last backward of a step is measured, and everything before it counts as forward. Work on the
     gradients that are kept is done in the last recorded backward, in seconds.
 
-    A model without DDP is measured, too. Its gradients are not averaged, so a training that averages them in another
-    way goes on doing that, after backward.
+    A model of FSDP2 sends its parameters and gradients one group after the other in a recorded step, while the clock
+    stands still. The trace has its groups, and when FSDP asks for the parameters of each and when they are used.
+
+    Any other model is measured, too. Its gradients are not averaged, so a training that averages them in another way
+    goes on doing that, after backward.
 
     Args:
-        model: the DDP model, or a module. It may be on a CPU or a GPU.
+        model: the DDP model, a model of ``fully_shard`` or ``replicate`` on several ranks, or a module. It may be on a
+            CPU or a GPU.
         steps: the number of steps that are recorded.
         warmup: the number of steps before them, which only run. There are more if DDP has not rebuilt its buckets.
         compressors: the compressors whose relative error is measured on the model's gradients; by default all that may
@@ -84,6 +91,8 @@ def trace_model(
     group = None
     if dist.is_initialized():
         group = dist.distributed_c10d._get_default_group() if ddp_model is None else ddp_model.process_group
+    if isinstance(model, torch.nn.Module) and shard_groups(model):
+        _, group = ShardedFrontend.groups(model, None)
     methods = check()[0] if group is None else agreed("trace_model", group, device_of(model), check)
     end_spent(model)
     return ModelTracing(model, steps, warmup, methods, name, group)
@@ -92,6 +101,9 @@ def trace_model(
 def _parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     if isinstance(model, DistributedDataParallel):
         return ddp_parameters(model)
+    if groups := shard_groups(model):
+        found = {name: each for group in groups for name, each in group.parameters().items()}
+        return {name: each for name, each in found.items() if each.requires_grad}
     return {name: each for name, each in as_named_parameters("trace_model", model).items() if each.requires_grad}
 
 
@@ -120,7 +132,12 @@ def _checked(
         _check_ddp(model)
         refuse_steps_in_backward("trace_model", parameters)
     refuse_claimed("trace_model", parameters)
-    refuse_without_memory("trace_model", parameters)
+    if groups := shard_groups(model):
+        refuse_unusual_shards("trace_model", groups)
+        if groups[0].mesh.size() == 1:
+            raise ValueError("trace_model: model has all parameters on one rank; record it on several")
+    else:
+        refuse_without_memory("trace_model", parameters)
     refuse_sparse_parameters("trace_model", model, parameters)
     given = candidates_by_default() if compressors is None else compressors
     return tuple(dict.fromkeys(as_method("trace_model: an entry of compressors", each) for each in given))
@@ -153,7 +170,8 @@ class ModelTracing:
         self._model, parameters = weakref.ref(model), _parameters(model)
         is_ddp, self._is_open = isinstance(model, DistributedDataParallel), True
         settings = (model, parameters, group, device_of(model), steps, warmup, MAX_NUMEL)
-        self._recorder = ModelTracer(*settings, listener=None if is_ddp else self._end_backward)
+        groups = [] if is_ddp else shard_groups(model)
+        self._recorder = ModelTracer(*settings, None if is_ddp else self._end_backward, groups)
         if isinstance(model, DistributedDataParallel):
             late = Averages(model, self._recorder.before_averaging, self._end_step)
             use_comm_hook(model, parameters.values(), late)
@@ -203,7 +221,8 @@ class ModelTracing:
     def _end_backward(self) -> None:
         """Record a step whose gradients nobody averages."""
         if (model := self._model()) is not None:
-            self._recorder.before_averaging([list(_parameters(model).values())])
+            if not shard_groups(model):  # FSDP2's gradients are kept when it reduces them
+                self._recorder.before_averaging([list(_parameters(model).values())])
             self._end_step()
 
     def _end_step(self) -> None:

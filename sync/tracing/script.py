@@ -1,4 +1,4 @@
-"""Model traces of training scripts that know nothing of it: the first DDP model of a script is measured."""
+"""Model traces of training scripts that know nothing of it: the first model of DDP or FSDP2 of a script is measured."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..traces.model_trace import ModelTrace
 from .model_tracing import ModelTracing
+
+_FAILED = " failed with "
 
 
 class ScriptError(RuntimeError):
@@ -29,18 +33,18 @@ class _Recorded(BaseException):  # so that no "except Exception" of the script c
 def trace_of_script(
     script: str,
     arguments: Sequence[str],
-    begin: Callable[[DistributedDataParallel], ModelTracing],
+    begin: Callable[[torch.nn.Module], ModelTracing],
     *,
     is_module: bool = False,
     goes_on: bool = False,
 ) -> ModelTrace:
-    """Run a training script and return the trace of its first DDP model. Every rank of torchrun calls it; without
-    torchrun the script runs as the only rank.
+    """Run a training script and return the trace of its first DDP model or model of FSDP2. Every rank of torchrun calls
+    it; without torchrun the script runs as the only rank.
 
     Args:
         script: the path of the script, or the name of a module.
         arguments: the script's own arguments.
-        begin: begins to trace the model, when the script has made it.
+        begin: begins to trace the model, when the script has made it, or in the first forward of a model of FSDP2.
         is_module: whether ``script`` is the name of a module.
         goes_on: whether the script runs to its end; otherwise it is ended at the first forward after the recording.
 
@@ -49,12 +53,12 @@ def trace_of_script(
     """
     recordings: list[ModelTracing] = []
 
-    def made(ddp_model: DistributedDataParallel) -> None:
+    def made(model: torch.nn.Module) -> None:
         if recordings:
             return  # a second model
-        recordings.append(begin(ddp_model))
+        recordings.append(begin(model))
         if not goes_on:
-            ddp_model.register_forward_pre_hook(stop_when_done)
+            model.register_forward_pre_hook(stop_when_done)
 
     def stop_when_done(*_: Any) -> None:
         if recordings[0].done:
@@ -62,8 +66,11 @@ def trace_of_script(
 
     try:
         ended = _run(script, arguments, made, is_module)
+        if not recordings and ended.startswith(_FAILED):
+            raise ScriptError(f"{script}{ended}")
         if not recordings:
-            raise ScriptError(f"{script}{ended} has made no DistributedDataParallel model")
+            kinds = "DistributedDataParallel model, and trained none of fully_shard"
+            raise ScriptError(f"{script}{ended} has made no {kinds}")
         if not recordings[0].done:
             raise ScriptError(f"{script}{ended}: {_progress(recordings[0])}")
         return recordings[0].trace
@@ -84,9 +91,7 @@ def _progress(recording: ModelTracing) -> str:
         return str(error).partition(";")[0].removeprefix("recording: ")
 
 
-def _run(
-    script: str, arguments: Sequence[str], made: Callable[[DistributedDataParallel], None], is_module: bool
-) -> str:
+def _run(script: str, arguments: Sequence[str], made: Callable[[torch.nn.Module], None], is_module: bool) -> str:
     """Run the script as ``python`` does; returns how it ended, ``""`` for well."""
     before = sys.argv, list(sys.path)
     added = {} if "RANK" in os.environ else _environment()
@@ -106,7 +111,7 @@ def _run(
             return f" ended with {error.code}"
     except Exception as error:
         traceback.print_exc()
-        return f" failed with {type(error).__name__}: {error}"
+        return f"{_FAILED}{type(error).__name__}: {error}"
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
         for name in added:
@@ -115,18 +120,24 @@ def _run(
 
 
 @contextmanager
-def _watching(made: Callable[[DistributedDataParallel], None]) -> Iterator[None]:
-    """A context in which ``made`` is called with every new DDP model."""
+def _watching(made: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """A context in which ``made`` is called with every new DDP model, and with models of FSDP2 before their forward."""
     original = DistributedDataParallel.__init__
 
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         made(self)
 
+    def before_forward(module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, FSDPModule):  # the root comes first
+            made(module)
+
     DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+    handle = register_module_forward_pre_hook(before_forward)
     try:
         yield
     finally:
+        handle.remove()
         DistributedDataParallel.__init__ = original  # type: ignore[method-assign]
 
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -19,8 +20,9 @@ from ...planner.drafts.problem import Problem
 from ...planner.machines.files import load_machine, machine_names
 from ...planner.machines.machine import Machine, has_prices
 from ...planner.machines.profile import Profile
+from ...planner.machines.sharding import Replicas, Sharding
 from ...planner.timeline.pricing import Pricer
-from ...plans.arguments import as_method
+from ...plans.arguments import as_method, as_weights
 from ...plans.names import short_spec
 from ...plans.plan import Frontend, Plan
 from ...programs.steps import Place
@@ -56,9 +58,10 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", action="store_true", help="encode and decode on the CPU of the machine, too")
     parser.add_argument(
         "--frontend",
-        choices=[Frontend.DDP.value, Frontend.MODULE.value],
-        help="plan for a DDP model with its buckets, or for a bare module, which launches what the plan says "
-        "(default: ddp if the trace has DDP's buckets)",
+        choices=[frontend.value for frontend in Frontend],
+        help="plan for a DDP model with its buckets, for a bare module, which launches what the plan says, or for a "
+        "model of fully_shard over all ranks (fsdp), or with shards inside the machines and replicas between them "
+        "(hsdp) (default: fsdp if the trace has gathers of parameters, ddp if it has DDP's buckets)",
     )
 
 
@@ -88,6 +91,12 @@ def plan_of(path: str) -> Plan:
         return Plan.load(source(path))
 
 
+def with_sizes_of(trace: ModelTrace, plan: Plan) -> Plan:
+    """The plan for the sizes of the tensors of a trace: those of shards, or of whole parameters."""
+    shapes = {tensor.name: tensor.shape or (tensor.numel,) for tensor in trace.tensors}
+    return replace(plan.with_shapes(shapes), prediction=plan.prediction)
+
+
 def check_pictures(path: str | None) -> None:
     """Refuse ``--png`` where matplotlib is not installed, before anything is computed.
 
@@ -98,19 +107,25 @@ def check_pictures(path: str | None) -> None:
         raise wrong_use("--png needs matplotlib, which is not installed", "pip install matplotlib")
 
 
-def problem_of(given: argparse.Namespace, trace: ModelTrace, machine: Machine) -> tuple[Problem, Caveats]:
+def problem_of(
+    given: argparse.Namespace, trace: ModelTrace, machine: Machine, weights: str | None = None
+) -> tuple[Problem, Caveats]:
     """The problem of parsed arguments, and its caveats.
 
     Args:
         given: the arguments of :func:`add_problem`.
         trace: the trace.
         machine: the machine.
+        weights: the spec of the compressor of gathered parameters; ``None`` if they are sent as they are.
 
     Raises:
         CommandError: an argument is wrong, or the inputs do not fit it.
     """
     accuracy = accuracy_of(given)
-    frontend = given.frontend or ("ddp" if trace.buckets else "module")
+    frontend = Frontend(given.frontend or ("fsdp" if trace.gathers else "ddp" if trace.buckets else "module"))
+    pricer = _pricer_of(machine, frontend)
+    if (sharding := pricer.sharding) is not None and sharding.inside is not None:
+        trace = trace.of_shards(sharding.inside)
     places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
     with refusing(given.trace, MAKE["trace"]):
         allowed = allowed_compressors(trace, accuracy)
@@ -119,12 +134,41 @@ def problem_of(given: argparse.Namespace, trace: ModelTrace, machine: Machine) -
             raise bad_data(f"{given.machine}: {lacking}", f"{MAKE['machine']}, with nothing else running")
         priced = {method: has_prices(machine, method) for methods in allowed.values() for method in methods}
         allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
-        problem = Problem(trace, Pricer(machine), Frontend(frontend), allowed, places)
+        problem = Problem(trace, pricer, frontend, allowed, places, _weights_of(weights, frontend))
     unpriced = dict.fromkeys(short_spec(method) for method, is_priced in priced.items() if not is_priced)
     named = accuracy if isinstance(accuracy, list) else []
     reasons = {short_spec(method): why_unusable(method, trace) for method in named}
     unusable = {spec: why for spec, why in reasons.items() if why is not None}
     return problem, Caveats(problem, tuple(dict.fromkeys(map(short_spec, priced))), tuple(unpriced), unusable)
+
+
+def _pricer_of(machine: Machine, frontend: Frontend) -> Pricer:
+    """The prices for a kind of model.
+
+    Raises:
+        CommandError: the machine has no replicas.
+    """
+    if frontend == Frontend.HSDP:
+        if machine.topology.machines == 1:
+            raise wrong_use("--frontend hsdp needs replicas on several machines", "give a machine with several")
+        return Pricer(Replicas(machine), Sharding(machine.topology.devices))
+    return Pricer(machine, Sharding() if frontend == Frontend.FSDP else None)
+
+
+def _weights_of(spec: str | None, frontend: Frontend) -> Codec | None:
+    """The compressor of gathered parameters.
+
+    Raises:
+        CommandError: ``--weights`` is not valid.
+    """
+    if spec is None:
+        return None
+    if frontend != Frontend.FSDP:
+        raise wrong_use(f"--weights is for models of --frontend fsdp, not {frontend.value}", "leave it out")
+    try:
+        return as_weights("--weights", spec)
+    except ValueError as error:
+        raise wrong_use(error, "leave it out for parameters that are sent as they are") from None
 
 
 def methods_of(specs: Iterable[str]) -> list[Compressor]:

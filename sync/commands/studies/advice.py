@@ -39,8 +39,10 @@ class Advice:
 
     @property
     def compresses(self) -> bool:
-        """Whether the plan compresses anything. One that does not may send gradients in another way than DDP does."""
-        return any(not isinstance(unit.compressor, Identity) for unit in self.choice.plan.units)
+        """Whether gradients or gathered parameters are compressed. A plan that compresses nothing may send gradients in
+        another way than DDP does."""
+        plan = self.choice.plan
+        return plan.weights is not None or any(not isinstance(unit.compressor, Identity) for unit in plan.units)
 
     @property
     def pays(self) -> bool:

@@ -15,7 +15,7 @@ from ...planner.machines.machine import MachineError
 from ...planner.timeline.timeline import timeline
 from ...plans.names import program_name, short_spec
 from ...plans.plan import Plan, PlanError, UnitPlan
-from ...programs.named import ALLREDUCE, PROGRAMS, default_program, ring
+from ...programs.named import ALLREDUCE, PROGRAMS, exact_program, ring
 from ...programs.sizes import sizes_of
 from ...programs.steps import ProgramError
 from ...traces.traced_tensors import TracedTensor
@@ -56,7 +56,7 @@ def alternatives(
     units = [unit for unit in plan.units if unit.key in keys]
     compressed = [unit for unit in units if not isinstance(unit.compressor, Identity)]
     if any(not unit.in_place for unit in units):
-        yield from _tried(problem, plan, list(map(_exactly, units)), "exactly")
+        yield from _tried(problem, plan, [_exactly(problem, unit) for unit in units], "exactly")
     allowed = [unfitted(each) for unit in units for each in problem.allowed.get(unit.parameter, ())]
     for compressor in dict.fromkeys([*allowed, *also]):
         changed = [_with_compressor(problem, unit, compressor) for unit in units]
@@ -73,11 +73,11 @@ def alternatives(
 
 def _tried(problem: Problem, plan: Plan, changed: Sequence[UnitPlan], compressor: str) -> Iterator[UnitAlternative]:
     """The alternative in which the units of a plan with the same keys are changed, if it is valid."""
-    by_key = {unit.key: unit for unit in changed}
+    by_key, where = {unit.key: unit for unit in changed}, (problem.topology, problem.frontend.span())
     units = tuple(by_key.get(unit.key, unit) for unit in plan.units)
     try:
         for unit in changed:
-            sizes_of(unit.program, unit.numel, _traced(problem, unit).dtype, unit.compressor, problem.topology)
+            sizes_of(unit.program, unit.numel, _traced(problem, unit).dtype, unit.compressor, *where)
         other = replace(plan, units=units, topology=problem.topology)
         step_s = timeline(other, problem.trace, problem.pricer, problem.frontend).step_s
     except (PlanError, ProgramError, MachineError):
@@ -90,9 +90,10 @@ def _tried(problem: Problem, plan: Plan, changed: Sequence[UnitPlan], compressor
     yield UnitAlternative(compressor, program, step_s, allowed, error)
 
 
-def _exactly(unit: UnitPlan) -> UnitPlan:
-    """The unit, averaged in place."""
-    return replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False, message=None, channel=None)
+def _exactly(problem: Problem, unit: UnitPlan) -> UnitPlan:
+    """The unit, averaged in place, or reduced to shards by FSDP2."""
+    exact = replace(unit, compressor=Identity(), program=exact_program(problem.frontend.span()), feedback=False)
+    return replace(exact, message=None, channel=None)
 
 
 def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Compressor) -> UnitPlan | None:
@@ -101,10 +102,10 @@ def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Compressor) -
     fit = fitted(compressor, traced)
     if fit is None or (unit.start is not None and not isinstance(fit, Codec)):
         return None
-    usual = default_program(fit, problem.topology.world_size)
+    usual = problem.default_program(fit)
     for program in (usual if unit.in_place else unit.program, usual):
         try:
-            sizes_of(program, unit.numel, traced.dtype, fit, problem.topology)
+            sizes_of(program, unit.numel, traced.dtype, fit, problem.topology, problem.frontend.span())
         except ProgramError:
             continue
         changed = replace(unit, compressor=fit, program=program, feedback=fit.traits.needs_feedback)

@@ -14,7 +14,6 @@ from ...planner.choice import POLICIES
 from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import MachineError
 from ...planner.machines.scaling import scaled
-from ...planner.timeline.pricing import Pricer
 from ...planner.timeline.timeline import timeline
 from ...plans.plan import Plan, PlanError
 from ...programs.steps import ProgramError
@@ -102,7 +101,7 @@ def enough_ratio(problem: Problem, best: Plan) -> EnoughRatio:
 
     def step_s(ratio: float) -> float:
         machine = scaled(with_faster_links(problem.machine, ratio), codec_speed=math.inf)
-        pricer, steps = Pricer(machine), []
+        pricer, steps = problem.pricer.on(machine), []
         for plan in plans:
             with contextlib.suppress(MachineError, PlanError, ProgramError):
                 steps.append(timeline(plan, problem.trace, pricer, problem.frontend).step_s)

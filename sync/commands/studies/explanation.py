@@ -18,7 +18,6 @@ from ...planner.choice import POLICIES
 from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import Shared
 from ...planner.machines.scaling import scaled
-from ...planner.timeline.pricing import Pricer
 from ...planner.timeline.timeline import TimedStage, Timeline, timeline
 from ...plans.names import program_name, short_spec
 from ...plans.plan import Plan
@@ -136,7 +135,7 @@ def explain(
     if problem.topology.world_size > 1:
         machines = {"twice the bandwidth": with_faster_links(problem.machine, 2.0)} | machines
     what_if_s = {
-        name: timeline(plan, problem.trace, Pricer(machine), problem.frontend).step_s
+        name: timeline(plan, problem.trace, problem.pricer.on(machine), problem.frontend).step_s
         for name, machine in machines.items()
     }
     return Explanation(found, none_s, tuple(messages), chain_of(found), what_if_s)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gckernels.codec import Codec
+
 from ...frontends.budget import rank_nbytes
 from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import Shared
+from ...plans.arguments import sends_differences
 from ...plans.numbers import volume
 from ...plans.plan import Frontend, Plan
 
@@ -32,9 +35,13 @@ class PlanMemory:
         """The memory for a plan of a problem."""
         tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
         nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+        if problem.frontend is Frontend.FSDP:
+            nbytes = -(-nbytes // problem.topology.world_size)
         in_buckets = problem.frontend is Frontend.DDP and problem.trace.copies_gradients
         dtypes = {tensor.name: tensor.dtype for tensor in tensors}
         plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
+        if isinstance(plan.weights, Codec) and sends_differences(plan.weights):
+            plan_nbytes += sum(4 * tensor.numel for tensor in tensors)
         return PlanMemory((3 if in_buckets else 2) * nbytes, plan_nbytes, problem.machine.memory_nbytes)
 
     @property

@@ -11,7 +11,6 @@ from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import Machine
 from ...planner.machines.scaling import scaled
 from ...planner.search.significance import is_gain
-from ...planner.timeline.pricing import Pricer
 from ...planner.timeline.timeline import timeline
 from ...traces.model_trace import ModelTrace
 from .advice import Advice
@@ -89,7 +88,9 @@ def predict(
         nonlocal done
         progress(min(done / total, 1.0), what)
         done += 1
-        pricer = problem.pricer if machine is problem.machine else Pricer(machine)  # prices of messages are kept
+        pricer = (
+            problem.pricer if machine is problem.machine else problem.pricer.on(machine)
+        )  # prices of messages are kept
         other = replace(problem, trace=trace, pricer=pricer)
         found = Advice.of(other, choose(other, here.choice.policy, compared=()))
         if machine.topology == problem.topology:
@@ -107,7 +108,7 @@ def predict(
 
     def pays_with_known(bit_per_s: float) -> bool:
         other = scaled(machine, bandwidth_bit_per_s=bit_per_s)
-        pricer = Pricer(other)
+        pricer = problem.pricer.on(other)
         none_s = timeline(exact, trace, pricer, problem.frontend).step_s
         steps = [(timeline(each.choice.plan, trace, pricer, problem.frontend).step_s, each) for each in known]
         step_s, best = min(steps, key=lambda step: step[0])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from ...planner.machines.description import Description
 from ...planner.machines.machine import Machine, Shared
 from ...planner.machines.scaling import scaled, sending_bit_per_s
+from ...planner.machines.sharding import Replicas
 from ...plans.numbers import rate
 from ...traces.model_trace import ModelTrace
 from ..common.outcome import wrong_use
@@ -162,6 +163,8 @@ def with_faster_links(machine: Machine, factor: float) -> Machine:
     Raises:
         MachineError: the machine has one rank.
     """
+    if isinstance(machine, Replicas):
+        return Replicas(with_faster_links(machine.base, factor))
     found = _described_link(machine)
     if found is None:
         return scaled(machine, bandwidth_bit_per_s=factor * sending_bit_per_s(machine))
@@ -175,7 +178,7 @@ def with_faster_links(machine: Machine, factor: float) -> Machine:
 def software_limit(machine: Machine) -> float | None:
     """The bits per second that software gets through a link of a described machine, if that is less than the link
     carries."""
-    found = _described_link(machine)
+    found = _described_link(machine.base if isinstance(machine, Replicas) else machine)
     if found is None:
         return None
     link = found[0].links[found[1]]

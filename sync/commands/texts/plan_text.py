@@ -172,6 +172,7 @@ def record(problem: Problem, here: Advice, elsewhere: Elsewhere | None) -> dict[
         "machine": problem.machine.name,
         "topology": {"machines": problem.topology.machines, "devices": problem.topology.devices},
         "frontend": problem.frontend.value,
+        "weights": None if problem.weights is None else short_spec(problem.weights),
         "allowed": list(map(short_spec, problem.compressors)),
         "assumed_errors": _assumed_errors(problem),
         "advice": here.text,

@@ -21,15 +21,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from gckernels.codec import Codec
-from gckernels.ops import BlockQuant, Identity
+from gckernels.ops import Identity
 
 from ...engine.runtime import Runtime
 from ...messages.gathers import GatheredParameter
 from ...messages.shards import add_to_rows
+from ...plans.arguments import sends_differences
 from ...plans.builders import exempt_vectors
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Frontend, Plan, PlanError, UnitPlan
-from ...programs.named import SHARDS, default_program, exact_program
+from ...programs.named import default_program, exact_program
 from ...programs.spans import SHARD_OF_LEVELS
 from ...programs.topology import Topology
 from ...states.parts import ModelPart
@@ -40,10 +41,6 @@ from .gathers import Gathers
 from .machine_levels import MachineLevels
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardBucket, ShardedFrontend
-
-_DIRECT_BITS = 8
-"""The bits from which parameters are sent themselves. With fewer, their error shows in the loss, and differences to a
-copy are sent."""
 
 
 class FullyShardedFrontend(ShardedFrontend):
@@ -155,13 +152,11 @@ class FullyShardedFrontend(ShardedFrontend):
             return
         assert codec is None or isinstance(codec, Codec)
         self._gathered_by = codec
-        keeps_copy = isinstance(codec, BlockQuant) and codec.bits < _DIRECT_BITS
+        keeps_copy = codec is not None and sends_differences(codec)
         self._gathers.encode([_encoded(group, codec) for group in self._groups], keeps_copy)
 
     def _placed(self, plan: UnitPlan, shard: Shard) -> PlacedUnit:
-        # the program that all units of a message need
-        sent = replace(plan, compressor=Identity(), program=SHARDS) if plan.in_place else plan
-        return PlacedUnit(sent, shard.start, shard.row)
+        return PlacedUnit(plan.sent_to_shards(), shard.start, shard.row)
 
     # ---------------------------------------------------------------- steps
 

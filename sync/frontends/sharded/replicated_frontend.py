@@ -10,8 +10,7 @@ Residuals are those of shards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,10 +57,10 @@ class ReplicatedFrontend(ShardedFrontend):
         return {name: shape for group in self._groups for name, shape in group.shapes().items()}
 
     def common(self, plan: Plan) -> Plan:
-        return _with_shapes(plan, {name: each.shape for name, each in self.parameters().items()})
+        return plan.with_shapes({name: each.shape for name, each in self.parameters().items()})
 
     def new_runtime(self, plan: Plan) -> Runtime:
-        local = _with_shapes(plan, self._shapes())
+        local = plan.with_shapes(self._shapes())
         runtime = self.request.runtime(local, self.parameters(), synchronises=plan.compresses)
         runtime.common_plan = plan
         if (shards := self._groups[0].shard_of()) is not None:
@@ -103,14 +102,3 @@ class ReplicatedFrontend(ShardedFrontend):
                 holder = torch.empty_like(gradient)
                 holder.grad = gradient
                 self.calls.deliver(shard.name, holder)
-
-
-def _with_shapes(plan: Plan, shapes: Mapping[str, torch.Size]) -> Plan:
-    """The plan for parameters of other shapes; a parameter that is not among them keeps its own."""
-    units = (
-        replace(unit, numel=shape.numel(), compressor=unit.compressor.fit(tuple(shape)))
-        if (shape := shapes.get(unit.parameter)) is not None
-        else unit
-        for unit in plan.units
-    )
-    return replace(plan, units=tuple(units), prediction=None)

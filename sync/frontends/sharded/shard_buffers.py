@@ -11,9 +11,6 @@ from torch.futures import Future
 
 from ...engine.failures import FailedBucket, Outcome
 
-BUFFERS = 2
-"""The groups whose gradients can be on their way at the same time: one is sent while the next is encoded."""
-
 
 class RowBuffer:
     """Memory for the rows of one group, and then for those of others, of any dtype.

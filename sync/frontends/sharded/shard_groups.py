@@ -123,13 +123,11 @@ class ShardGroup:
         self._alive._all_gather_comm = comm
 
     def restore(self) -> None:
-        """Give FSDP back what stand-ins have taken the place of: its group of replicas, or both of its collectives."""
+        """Give FSDP back what stand-ins have taken the place of: its collectives, its group of replicas."""
         if self._group() is None:
             return
-        if self.is_replicated:
-            self.replicas = self.replicas.inner  # type: ignore[attr-defined]
-        else:
-            self.reduce_scatter, self.all_gather = self.reduce_scatter.inner, self.all_gather.inner
+        for name in ("reduce_scatter", "all_gather", *(("replicas",) if self.is_replicated else ())):
+            setattr(self, name, getattr(getattr(self, name), "inner", getattr(self, name)))
 
     @property
     def averages_now(self) -> bool:

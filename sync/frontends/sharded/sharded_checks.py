@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from ..checks.optimizer_checks import refuse_steps_in_backward
 from ..members import listed
 from ..ownership import refuse_claimed
 from ..request import Request
-from .shard_groups import shard_groups
+from .shard_groups import ShardGroup, shard_groups
 
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
@@ -27,26 +27,12 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     if not groups:
         raise ValueError("attach: model has no parameters that can have a gradient")
     parameters = {name: each for group in groups for name, each in group.parameters().items()}
-    if nested := [name for group in groups if group.nests for name in group.names]:
-        raise TypeError(
-            f"attach: parameter {nested[0]} was a DTensor before FSDP sharded it, as tensor parallelism makes it; that "
-            "is not supported"
-        )
-    if offloaded := next((group for group in groups if group.offloads), None):
-        raise ValueError(
-            f"attach: parameter {offloaded.names[0]} is offloaded to the CPU, which is not supported; call fully_shard "
-            "without an offload_policy"
-        )
+    refuse_unusual_shards("attach", groups)
     if request.memory_budget_mb is not None:
         raise ValueError("attach: memory_budget_mb must be None for a model of fully_shard or replicate")
     if request.grad_scaler is not None or request.can_discard:
         raise ValueError(
             "attach: grad_scaler and can_discard must be None and False for a model of fully_shard or replicate"
-        )
-    if not groups[0].is_replicated and (group := next((each for each in groups if not each.is_dim0), None)):
-        raise ValueError(
-            f"attach: parameter {group.names[0]} or another of its group is sharded along a dimension that is not the "
-            "first, which is not supported without replicas"
         )
     left = [
         name for name, each in model.named_parameters() if each.requires_grad and plain_name(name) not in parameters
@@ -64,6 +50,26 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     refuse_steps_in_backward("attach", parameters)
     refuse_claimed("attach", parameters)
     return fitting(request, parameters)
+
+
+def refuse_unusual_shards(caller: str, groups: Sequence[ShardGroup]) -> None:
+    """Raise unless all groups have shards of a usual kind: along the first dimension, on the device, of parameters that
+    were not distributed before."""
+    if nested := [name for group in groups if group.nests for name in group.names]:
+        raise TypeError(
+            f"{caller}: parameter {nested[0]} was a DTensor before FSDP sharded it, as tensor parallelism makes it; "
+            "that is not supported"
+        )
+    if offloaded := next((group for group in groups if group.offloads), None):
+        raise ValueError(
+            f"{caller}: parameter {offloaded.names[0]} is offloaded to the CPU, which is not supported; call "
+            "fully_shard without an offload_policy"
+        )
+    if not groups[0].is_replicated and (group := next((each for each in groups if not each.is_dim0), None)):
+        raise ValueError(
+            f"{caller}: parameter {group.names[0]} or another of its group is sharded along a dimension that is not "
+            "the first, which is not supported without replicas"
+        )
 
 
 def fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, list[str]]:

@@ -25,10 +25,11 @@ from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import Plan, UnitPlan
+from ...programs.lanes import SHARD_BUFFERS
 from ..checks.hooks import weakly
 from ..frontend import ModelFrontend
 from ..request import Request
-from .shard_buffers import BUFFERS, ShardBuffer
+from .shard_buffers import ShardBuffer
 from .shard_groups import Shard, ShardGroup, shard_groups
 from .sharded_checks import checked_plan, fitting
 
@@ -80,7 +81,7 @@ class ShardedFrontend(ModelFrontend):
         self._delivers: set[str] = set()  # parameters of which plans have left something behind
         self._row_numels = [sum(group.rows()) for group in self._groups]
         largest = max(self._row_numels, default=0) * self._rows_of_bucket
-        self._buffers = [ShardBuffer(largest, self.device) for _ in range(BUFFERS)]
+        self._buffers = [ShardBuffer(largest, self.device) for _ in range(SHARD_BUFFERS)]
         self._take(self.new_runtime(plan), {})
 
     def register(self) -> list[torch.nn.Module]:
@@ -136,7 +137,7 @@ class ShardedFrontend(ModelFrontend):
 
     def _bound(self, runtime: Runtime, index: int, buffer: torch.Tensor) -> ShardBucket:
         """The shards of a group in a buffer, with their messages."""
-        units, arena = self._units(runtime, index), runtime.arena(index % BUFFERS)
+        units, arena = self._units(runtime, index), runtime.arena(index % SHARD_BUFFERS)
         return ShardBucket(self._groups[index].shards(), buffer, BucketMessages(runtime, buffer, units, arena=arena))
 
     def _units(self, runtime: Runtime, index: int) -> list[PlacedUnit]:
@@ -174,7 +175,7 @@ class ShardedFrontend(ModelFrontend):
 
     def _buffer_of(self, index: int) -> ShardBuffer:
         """The memory in which the gradients of a group travel."""
-        return self._buffers[index % BUFFERS]
+        return self._buffers[index % SHARD_BUFFERS]
 
     def _send(self, index: int, gradients: torch.Tensor, take: Callable[[], object]) -> None:
         """Send the gradients of a group.

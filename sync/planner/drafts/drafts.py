@@ -18,7 +18,7 @@ from gckernels.ops import Identity
 
 from ...plans.grouping import MessageSpec, group_units
 from ...plans.plan import Frontend, Plan, UnitPlan
-from ...programs.named import ALLREDUCE
+from ...programs.named import ALLREDUCE, exact_program
 from ...programs.stages import MessageKind
 from ...programs.steps import Broadcast, Program
 from ..machines.machine import MachineError
@@ -113,8 +113,8 @@ def draft_of_launches(launches: Sequence[Sequence[int]], option: Option) -> Draf
 
 
 def usual_launches(problem: Problem, max_nbytes: int = USUAL_NBYTES) -> tuple[tuple[int, ...], ...]:
-    """The launches without a reason for others: DDP's buckets; for a bare module, neighbours of at most ``max_nbytes``
-    bytes together."""
+    """The launches without a reason for others: the buckets of DDP or FSDP2; for a bare module, neighbours of at most
+    ``max_nbytes`` bytes together."""
     if problem.buckets:
         return problem.buckets
     launches: list[list[int]] = []
@@ -141,18 +141,20 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
         ValueError: the draft has not each tensor once, or not the launches of the problem's buckets.
     """
     _check(problem, draft)
-    roots, ddp = roots_of(problem, draft), problem.frontend == Frontend.DDP
+    roots, launches = roots_of(problem, draft), problem.frontend == Frontend.MODULE
     units: list[UnitPlan] = []
     channels, number = 1, 0
     for launch, messages in enumerate(draft):
         for message in messages:
             option, root = message.option, roots.get(number, message.option.root or 0)
             for tensor in message.tensors:
-                units += units_of(problem, tensor, option, root, None if ddp else launch, number)
+                units += units_of(problem, tensor, option, root, launch if launches else None, number)
             if not option.in_place and _has_channels(option):
                 channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
             number += option.parts
-    return Plan(tuple(reversed(units)), problem.topology, channels, problem.frontend)
+    topology = None if problem.frontend == Frontend.FSDP else problem.topology  # its programs are flat
+    weights = problem.weights if any(not unit.in_place for unit in units) else None
+    return Plan(tuple(reversed(units)), topology, channels, problem.frontend, weights=weights)
 
 
 def step_s(problem: Problem, draft: Draft) -> float:
@@ -182,10 +184,11 @@ def units_of(
     traced, method = problem.trace.tensors[tensor], problem.fitted(tensor, option.compressor)
     name, program, feedback = traced.name, option.program, method.traits.needs_feedback
     if option.in_place or not problem.encodable(tensor):
-        return [UnitPlan(name, traced.numel, method, ALLREDUCE, feedback, launch=launch)]
+        exact = exact_program(problem.frontend.span())
+        return [UnitPlan(name, traced.numel, method, exact, feedback, launch=launch)]
     if not _has_channels(option):
         return [UnitPlan(name, traced.numel, method, program, feedback, None, root, (), launch, message)]
-    pieces = cut(traced.numel, option.parts)
+    pieces = ((0, traced.numel),) if problem.is_sharded else cut(traced.numel, option.parts)
     units = []
     for part, (start, numel) in enumerate(pieces):
         at, channel = (start if len(pieces) > 1 else None), (option.channel + part) % MAX_CHANNELS
@@ -214,7 +217,7 @@ def _check(problem: Problem, draft: Draft) -> None:
     if sorted(tensor for launch in held for tensor in launch) != list(range(len(problem.trace.tensors))):
         raise ValueError("plan_of: the draft must have each tensor of the trace once")
     if problem.buckets and [sorted(launch) for launch in held] != [sorted(bucket) for bucket in problem.buckets]:
-        raise ValueError("plan_of: with DDP the launches of a draft must be the buckets of the trace, in order")
+        raise ValueError("plan_of: with DDP and FSDP2 the launches of a draft must be the buckets of the trace")
 
 
 def draft_of(problem: Problem, plan: Plan) -> Draft:

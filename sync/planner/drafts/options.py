@@ -11,7 +11,8 @@ from gckernels.compressor import Compressor
 
 from ...programs.enumeration import enumerate_programs
 from ...programs.layouts import Capabilities
-from ...programs.named import ALLREDUCE, default_program, ring
+from ...programs.named import ALLREDUCE, SHARDS, ring
+from ...programs.spans import SHARD
 from ...programs.steps import Coding, Encode, Place, Program
 from .drafts import MAX_CHANNELS, Option
 from .problem import Problem
@@ -23,15 +24,18 @@ PARTS = (1, 2, 4, 8)
 def options_of(problem: Problem, compressor: Compressor | None) -> tuple[Option, ...]:
     """All options with a compressor, or without one, that compute on the device: one part, channel 0.
 
-    A method that is no codec has one program. All others have those of the enumeration, in which payloads may be added
-    if the compressor allows that, and the ring, if it can encode sums on their way.
+    A method that is no codec has one program, and so have all methods where the mean ends in shards. All others have
+    those of the enumeration, in which payloads may be added if the compressor allows that, and the ring, if it can
+    encode sums on their way.
     """
     topology = problem.topology
+    if problem.frontend.span() == SHARD:
+        return (Option(SHARDS, compressor),) if compressor is not None else (Option(), Option(SHARDS))
     if compressor is None:
         raw = (program for program in enumerate_programs(topology) if not _encodes(program))
         return tuple(map(Option, dict.fromkeys((ALLREDUCE, *raw))))
     if not isinstance(compressor, Codec):
-        return (Option(default_program(compressor, topology.world_size), compressor),)
+        return (Option(problem.default_program(compressor), compressor),)
     programs = enumerate_programs(topology, summable=compressor.traits.summable)
     goes_around = topology.world_size > 2 and Capabilities.of(compressor).averages_sums
     rings = (ring(topology.world_size),) if goes_around else ()

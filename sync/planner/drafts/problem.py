@@ -9,18 +9,24 @@ from typing import TypeAlias
 
 import torch
 
-from gckernels.codec import GRAD_DTYPES
+from gckernels.codec import GRAD_DTYPES, Codec
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import unfitted
 from ...plans.plan import Frontend, Plan
-from ...programs.steps import Place
+from ...plans.units import takes_shards
+from ...programs.named import default_program
+from ...programs.spans import MEAN
+from ...programs.steps import Place, Program
 from ...programs.topology import Topology
 from ...traces.model_trace import ModelTrace
 from ..machines.machine import Machine
 from ..timeline.pricing import Pricer
 from ..timeline.timeline import Timeline, timeline
+
+_SHARDS_ON_ALL = {Frontend.FSDP: True, Frontend.HSDP: False}
+"""Whether the shards of a model of FSDP2 are on all ranks."""
 
 
 class ProblemError(ValueError):
@@ -36,11 +42,14 @@ class Problem:
     Attributes:
         trace: a training step without compression.
         pricer: the prices of messages on the machine.
-        frontend: the kind of model that the plan is for. DDP's launches are the buckets of the trace, in which a plan
-            may only choose messages. The launches of a bare module are the plan's.
+        frontend: the kind of model that the plan is for. The launches of DDP and FSDP2 are the buckets of the trace, in
+            which a plan may only choose messages. The launches of a bare module are the plan's. With replicas of shards
+            the trace is that of the shards of a rank.
         allowed: for each tensor by name, the compressors that it may use, fitted to its shape or not; a tensor that is
             missing is sent exactly.
         places: where stages may compute; always the device, and perhaps the host.
+        weights: encodes the parameters that FSDP2 gathers, under all plans that compress something; ``None`` if they
+            are sent as they are.
 
     Raises:
         TypeError, ValueError: an argument is not valid; the message names it.
@@ -51,11 +60,15 @@ class Problem:
     frontend: Frontend
     allowed: Mapping[str, tuple[Compressor, ...]] = field(default_factory=dict)
     places: tuple[Place, ...] = (Place.DEVICE,)
+    weights: Codec | None = None
 
     def __post_init__(self) -> None:
-        if self.frontend not in (Frontend.DDP, Frontend.MODULE):
-            raise TypeError(f"Problem: frontend must be Frontend.DDP or Frontend.MODULE, got {self.frontend!r}")
-        _check_trace(self.trace, self.frontend)
+        if not isinstance(self.frontend, Frontend):
+            raise TypeError(f"Problem: frontend must be a Frontend, got {self.frontend!r}")
+        sharding = self.pricer.sharding
+        if (None if sharding is None else sharding.inside is None) != _SHARDS_ON_ALL.get(self.frontend):
+            raise ValueError(f"Problem: the pricer has the shards of another kind of model than {self.frontend.value}")
+        _check_trace(self.trace, self.frontend, gathers=sharding is not None and sharding.inside != 1)
         _check_allowed(self.allowed, {tensor.name for tensor in self.trace.tensors})
         if Place.DEVICE not in self.places or not set(self.places) <= set(Place):
             raise ValueError(f"Problem: places must be the device, or device and host, got {self.places!r}")
@@ -74,7 +87,8 @@ class Problem:
     def compressors(self) -> tuple[Compressor, ...]:
         """All compressors that any tensor may use, not fitted to shapes, without repetition."""
         used = (methods for name, methods in self.allowed.items() if name in self._compressible)
-        return tuple(dict.fromkeys(unfitted(each) for methods in used for each in methods))
+        found = dict.fromkeys(unfitted(each) for methods in used for each in methods)
+        return tuple(each for each in found if self.frontend.span() == MEAN or takes_shards(each))
 
     @functools.cached_property
     def _compressible(self) -> Mapping[str, int]:
@@ -90,8 +104,9 @@ class Problem:
         encodable = frozenset(number for number in range(len(tensors)) if self.encodable(number))
         users: dict[Compressor | None, set[int]] = {compressor: set() for compressor in self.compressors}
         for name, number in self._compressible.items():
-            for compressor in self.allowed.get(name, ()):
-                users[unfitted(compressor)].add(number)
+            for compressor in map(unfitted, self.allowed.get(name, ())):
+                if compressor in users:
+                    users[compressor].add(number)
         return {None: encodable} | {compressor: frozenset(each) for compressor, each in users.items()}
 
     def may_use(self, tensor: int, compressor: Compressor) -> bool:
@@ -100,11 +115,20 @@ class Problem:
 
     @functools.cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
-        """DDP's buckets as numbers of tensors, first launched first; empty for a bare module."""
-        if self.frontend != Frontend.DDP:
+        """The buckets of DDP or FSDP2 as numbers of tensors, first launched first; empty for a bare module."""
+        if self.frontend == Frontend.MODULE:
             return ()
         number = {tensor.name: index for index, tensor in enumerate(self.trace.tensors)}
         return tuple(tuple(number[name] for name in bucket) for bucket in self.trace.buckets)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is one of FSDP2, whose parameters are neither parted nor merged."""
+        return self.frontend in _SHARDS_ON_ALL
+
+    def default_program(self, compressor: Compressor) -> Program:
+        """The program for tensors with a compressor of which nothing else is known."""
+        return default_program(compressor, self.topology.world_size, self.frontend.span())
 
     def encodable(self, tensor: int) -> bool:
         """Whether a tensor has a dtype that programs with encodings take; any other is averaged in place."""
@@ -175,15 +199,17 @@ Policy: TypeAlias = Callable[[Problem], Plan]
 """A function that chooses a plan. It neither measures nor communicates."""
 
 
-def _check_trace(trace: ModelTrace, frontend: Frontend) -> None:
+def _check_trace(trace: ModelTrace, frontend: Frontend, gathers: bool) -> None:
     names = [tensor.name for tensor in trace.tensors]
     if not names:
         raise ValueError("Problem: the trace has no tensors")
     if len(set(names)) < len(names):
         raise ValueError("Problem: two tensors of the trace have the same name")
-    if frontend != Frontend.DDP:
+    if frontend == Frontend.MODULE:
         return
     held = [name for bucket in trace.buckets for name in bucket]
+    if gathers and not trace.gathers:
+        raise ValueError("Problem: the trace has no gathers of parameters; record it from a model of fully_shard")
     if not held:
         raise ValueError("Problem: the trace has no buckets, which are DDP's launches; record it from a DDP model")
     if sorted(held) != sorted(names) or not all(trace.buckets):

@@ -20,6 +20,7 @@ from ...programs.topology import Topology
 from .collectives import Use, algorithms_of
 from .description import MARGIN, Description
 from .machine import DerivedMachine, Floats, Machine, MachineError, Price, Shared
+from .sharding import Replicas
 
 _SLOPE_NBYTES = np.array([1 << 18, 1 << 20], dtype=np.float64)
 """The sizes between which the seconds per byte of a measured link are taken. Every profile has them."""
@@ -62,6 +63,8 @@ def scaled(
         case FasterCodecs(base, speed):
             others = scaled(base, bandwidth_bit_per_s=bandwidth_bit_per_s, machines=machines)
             return FasterCodecs(others, speed)
+        case Replicas(base):
+            return Replicas(scaled(base, bandwidth_bit_per_s=bandwidth_bit_per_s, machines=machines))
         case Description():
             return _described(machine, bandwidth_bit_per_s, machines)
     return OtherLinks(machine, bandwidth_bit_per_s, machines)

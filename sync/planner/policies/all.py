@@ -7,7 +7,6 @@ from gckernels.ops import Identity
 
 from ...accuracy.accuracy import unfitted
 from ...plans.plan import Plan
-from ...programs.named import default_program
 from ..drafts.drafts import Option, draft_of_launches, plan_of, usual_launches
 from ..drafts.problem import Problem, ProblemError
 from .none import none
@@ -28,5 +27,5 @@ def uniform(problem: Problem, compressor: Compressor) -> Plan:
     compressor = unfitted(compressor)
     if compressor != Identity() and not problem.users.get(compressor):
         raise ProblemError(f"policy: no tensor may use {compressor}, so there is nothing to compress")
-    program = default_program(compressor, problem.topology.world_size)
+    program = problem.default_program(compressor)
     return plan_of(problem, draft_of_launches(usual_launches(problem), Option(program, compressor)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from gckernels.codec import Codec
 
 from ...plans.plan import Plan
-from ...programs.named import ALLGATHER, HIERARCHICAL, default_program
+from ...programs.named import ALLGATHER, HIERARCHICAL
 from ...programs.steps import AllGather, Decode, Encode, Level, Program, ReduceScatter
 from ...programs.topology import Topology
 from ..drafts.drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, carried
@@ -61,7 +61,7 @@ def codecs(problem: Problem) -> tuple[Codec, ...]:
 def usual_programs(problem: Problem, compressor: Codec) -> tuple[Program, ...]:
     """The programs that systems with one program for all tensors use."""
     topology = problem.topology
-    programs = [default_program(compressor, topology.world_size)]
+    programs = [problem.default_program(compressor)]
     if not compressor.traits.summable:
         programs.append(ALLGATHER)
     if has_levels(topology):

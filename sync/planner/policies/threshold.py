@@ -8,7 +8,6 @@ from dataclasses import replace
 from gckernels.compressor import Compressor
 
 from ...plans.plan import Plan
-from ...programs.named import default_program
 from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option, draft_of_launches, plan_of, usual_launches
 from ..drafts.problem import Problem
 from ..search.search import Search
@@ -56,7 +55,7 @@ def _sizes(problem: Problem, compressor: Compressor) -> list[int]:
 
 def _apart(problem: Problem, compressor: Compressor, least: int) -> Draft:
     """The draft in which tensors that are not compressed are averaged in place."""
-    option = Option(default_program(compressor, problem.topology.world_size), compressor)
+    option = Option(problem.default_program(compressor), compressor)
     tensors, users, draft = problem.trace.tensors, problem.users[compressor], []
     for launch in usual_launches(problem):
         large = tuple(each for each in launch if each in users and tensors[each].numel >= least)
@@ -70,7 +69,7 @@ def _together(problem: Problem, compressor: Compressor, least: int) -> Plan:
     """The plan in which tensors that are not compressed travel in the messages of the others of their launch."""
     tensors = problem.trace.tensors
     allowed = {tensors[each].name: (compressor,) for each in problem.users[compressor] if tensors[each].numel >= least}
-    option = Option(default_program(compressor, problem.topology.world_size), compressor)
+    option = Option(problem.default_program(compressor), compressor)
     draft = draft_of_launches(usual_launches(problem), option)
     exact = tuple(
         launch

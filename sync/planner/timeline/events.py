@@ -19,7 +19,7 @@ def timeline_events(timeline: Timeline, process: int = 0, name: str = "predicted
 
     As there, a thread is a lane, and a slice is a stage with the same arguments; those that a prediction does not have,
     such as bytes, are left out. :func:`~..replay.read_steps` reads it. In addition there is a thread for forward,
-    backward and optimizer, and a counter for the load of each shared resource.
+    backward and optimizer, one for gathers of parameters, and a counter for the load of each shared resource.
 
     Args:
         timeline: the predicted step.
@@ -33,6 +33,11 @@ def timeline_events(timeline: Timeline, process: int = 0, name: str = "predicted
         events.append({"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": label}})
     events += _training(timeline)
     events += (event | {"tid": tids[lane]} for event, lane in _slices(timeline))
+    if timeline.gathers:
+        events.append({"ph": "M", "tid": len(tids) + 1, "name": "thread_name", "args": {"name": "gathers"}})
+    for names, first, last in timeline.gathers:
+        event = _slice(", ".join(names), timeline.run.times.start_s[first], timeline.run.times.end_s[last])
+        events.append(event | {"tid": len(tids) + 1, "cat": "gather"})
     events += _counters(timeline)
     return {"traceEvents": [event | {"pid": process} for event in events], "displayTimeUnit": "ms", "otherData": {}}
 

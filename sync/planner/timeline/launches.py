@@ -42,9 +42,9 @@ class BucketLaunch:
 def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[BucketLaunch, ...]:
     """The launches of a training step, in order.
 
-    With DDP they are the buckets of the trace. If it has none, they are cut as DDP cuts them after its first step: in
-    the order in which gradients are ready, the first one complete with 1 MiB, all others with 25 MiB. A bare module
-    has the launches of the plan, or else buckets of at most 25 MiB, from the last unit of the plan to the first.
+    With DDP and FSDP2 they are the buckets of the trace. If it has none, they are cut as DDP cuts them after its first
+    step: in the order in which gradients are ready, the first one complete with 1 MiB, all others with 25 MiB. A bare
+    module has the launches of the plan, or else buckets of at most 25 MiB, from the last unit of the plan to the first.
 
     Args:
         plan: the plan, which names each tensor of the trace.
@@ -52,13 +52,13 @@ def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[Buck
         frontend: what executes the plan.
 
     Raises:
-        PlanError: the plan does not fit the trace, or merges parameters for DDP.
+        PlanError: the plan does not fit the trace, or merges parameters for DDP or FSDP2.
     """
     tensors = {tensor.name: tensor for tensor in trace.tensors}
     units = _units_by_tensor(plan, tensors)
     launches: list[BucketLaunch] = []
     ready_s = 0.0
-    for placed, dtype in _ddp(units, trace, tensors) if frontend == Frontend.DDP else _module(plan, tensors):
+    for placed, dtype in _module(plan, tensors) if frontend == Frontend.MODULE else _buckets(units, trace, tensors):
         ready_s = max([ready_s, *(tensors[name].ready_s for unit in placed for name in unit.plan.parameters)])
         launches.append(BucketLaunch(placed, placed[-1].stop, dtype.to_real(), ready_s))
     return tuple(launches)
@@ -67,11 +67,14 @@ def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[Buck
 def messages_of(launch: BucketLaunch, plan: Plan, frontend: Frontend) -> tuple[MessageSpec, ...]:
     """The messages of a launch, in the order of their submission, after the last milestone of all compressors.
 
-    DDP averages whole buckets without a hook if the plan compresses nothing.
+    DDP averages whole buckets without a hook if the plan compresses nothing, and so does FSDP2 with replicas. Without
+    them it reduces them to shards, which is no message.
     """
     if has_no_hook(plan, frontend):
-        return (whole_bucket(launch.units, launch.numel),)
+        return () if frontend == Frontend.FSDP else (whole_bucket(launch.units, launch.numel),)
     units = launch.units
+    if frontend == Frontend.FSDP:
+        units = tuple(replace(unit, plan=unit.plan.sent_to_shards(plan.span)) for unit in units)
     if any(len(unit.plan.compressor.schedule) > 1 for unit in units):
         units = tuple(replace(unit, plan=unit.plan.at_step(_STEADY)) for unit in units)
     return group_units(units, plan.channels)
@@ -84,8 +87,8 @@ def phases_of(programs: Iterable[Program]) -> int:
 
 
 def has_no_hook(plan: Plan, frontend: Frontend) -> bool:
-    """Whether DDP averages all gradients itself, because the plan compresses nothing."""
-    return frontend == Frontend.DDP and all(unit.in_place for unit in plan.units)
+    """Whether DDP or FSDP2 averages all gradients itself, because the plan compresses nothing."""
+    return frontend != Frontend.MODULE and not plan.compresses
 
 
 def _units_by_tensor(plan: Plan, tensors: dict[str, TracedTensor]) -> dict[str, list[UnitPlan]]:
@@ -121,7 +124,7 @@ def _module(plan: Plan, tensors: dict[str, TracedTensor]) -> list[tuple[tuple[Pl
     return [(bucket.units, bucket.dtype) for bucket in cut_buckets(plan, dtypes, BUCKET_NBYTES)]
 
 
-def _ddp(
+def _buckets(
     units: dict[str, list[UnitPlan]], trace: ModelTrace, tensors: dict[str, TracedTensor]
 ) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
     if merged := [unit.key for each in units.values() for unit in each if unit.also]:

@@ -15,13 +15,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor
+from gckernels.ops import Identity
 
 from ...plans.grouping import MessageSpec
 from ...programs.layouts import Capabilities, Content, Extent
+from ...programs.named import ALLGATHER
+from ...programs.spans import GATHER, MEAN, Span
 from ...programs.stages import MessageKind
 from ...programs.steps import Program
+from ...traces.traced_tensors import Role, TracedTensor
 from ..machines.machine import Floats, Machine, MachineError, Price, Shared
+from ..machines.sharding import Sharding
 from .priced_stages import PricedStage
 from .stage_templates import Coding, Copying, Need, Sending, templates_of
 
@@ -101,28 +107,33 @@ class Pricer:
 
     Args:
         machine: the machine.
+        sharding: the shards of a model of FSDP2; ``None`` for other models.
     """
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, sharding: Sharding | None = None) -> None:
+        self.machine, self.sharding = machine, sharding
+        self._span = MEAN if sharding is None else sharding.span
         self._apart = machine.computes_on != Shared.CORES
         self._known: dict[tuple[_Form, _Sizes], tuple[PricedStage, ...]] = {}
 
     def on(self, machine: Machine) -> Pricer:
         """The same pricer for another machine."""
-        return Pricer(machine)
+        return Pricer(machine, self.sharding)
 
     def message(self, message: MessageSpec, dtype: torch.dtype) -> tuple[PricedStage, ...]:
         """The stages of one message with their prices, as :meth:`messages` returns them."""
         (stages,) = self.messages([(message, dtype)])
         return stages
 
-    def messages(self, messages: Sequence[tuple[MessageSpec, torch.dtype]]) -> list[tuple[PricedStage, ...]]:
+    def messages(
+        self, messages: Sequence[tuple[MessageSpec, torch.dtype]], span: Span | None = None
+    ) -> list[tuple[PricedStage, ...]]:
         """The stages of every message with their prices, arrays of one entry. Results are kept, unless there are very
         many of them, which are priced fast together and need much memory.
 
         Args:
             messages: the messages, each with the dtype of its bucket.
+            span: as for :meth:`table`.
 
         Raises:
             MachineError: the machine lacks a price.
@@ -136,28 +147,50 @@ class Pricer:
         for form, each in new.items():
             kind, program, dtype, methods = form
             groups = [Units.of(method, numels) for method, numels in zip(methods, zip(*each, strict=True), strict=True)]
-            row = self.stages(kind, program, groups, dtype)
+            row = self.stages(kind, program, groups, dtype, span)
             for at, sizes in enumerate(each):
                 found[form, sizes] = tuple(replace(stage, price=stage.price.entry(at)) for stage in row)
         if sum(map(len, new.values())) <= _KEPT:
             self._known.update(found)
         return [found[key] for key in keys]
 
+    def gather(self, tensors: Sequence[TracedTensor], weights: Codec) -> tuple[PricedStage, ...]:
+        """The stages of a gather of parameters, at least one, which are encoded; vectors are sent exactly.
+
+        Raises:
+            MachineError: the machine lacks a price.
+        """
+        numels: dict[Compressor, list[int]] = {}
+        for tensor in sorted(tensors, key=lambda each: each.role is Role.VECTOR):
+            numels.setdefault(Identity() if tensor.role is Role.VECTOR else weights, []).append(tensor.numel)
+        groups = [Units.of(method, [each]) for method, each in numels.items()]
+        return self.stages(MessageKind.ENCODED, ALLGATHER, groups, tensors[0].dtype, GATHER)
+
     def stages(
-        self, kind: MessageKind, program: Program, groups: Sequence[Units], dtype: torch.dtype
+        self,
+        kind: MessageKind,
+        program: Program,
+        groups: Sequence[Units],
+        dtype: torch.dtype,
+        span: Span | None = None,
     ) -> tuple[PricedStage, ...]:
         """The priced stages of ``n`` messages in one program; the arguments are those of :meth:`table`.
 
         Raises:
             MachineError: the machine lacks a price.
         """
-        (found,) = self.table(kind, [program], groups, dtype)
+        (found,) = self.table(kind, [program], groups, dtype, span)
         if isinstance(found, MachineError):
             raise found
         return found
 
     def table(
-        self, kind: MessageKind, programs: Sequence[Program], groups: Sequence[Units], dtype: torch.dtype
+        self,
+        kind: MessageKind,
+        programs: Sequence[Program],
+        groups: Sequence[Units],
+        dtype: torch.dtype,
+        span: Span | None = None,
     ) -> list[tuple[PricedStage, ...] | MachineError]:
         """The priced stages of ``n`` messages in every program, of which all messages have the same kind.
 
@@ -166,6 +199,7 @@ class Pricer:
             programs: programs that are valid for all compressors.
             groups: the units of the messages, by compressor. The first one's capabilities decide the stages.
             dtype: the dtype of the gradients.
+            span: the states between which the programs go; by default those of gradients.
 
         Returns:
             For each program its stages, with prices ``[n]``; the error of a price that the machine lacks.
@@ -176,7 +210,8 @@ class Pricer:
         found: list[tuple[PricedStage, ...] | MachineError] = []
         for program in programs:
             stages: list[PricedStage] = []
-            for spec, need, roots in templates_of(kind, program, capabilities, self.machine.topology, self._apart):
+            settings = (self.machine.topology, self._apart, span or self._span)
+            for spec, need, roots in templates_of(kind, program, capabilities, *settings):
                 if id(need) not in prices:
                     prices[id(need)] = self._price_or_error(need, numbered, dtype.itemsize)
                 price = prices[id(need)]

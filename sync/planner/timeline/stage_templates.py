@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from ...programs.layouts import Capabilities, Content, Extent, Layout, propagate
 from ...programs.sizes import sent_content
+from ...programs.spans import MEAN, Span
 from ...programs.stages import MessageKind, Resource, StageKind, StageSpec, levels_of_root, stages_of
 from ...programs.steps import Broadcast, Collective, Gather, Level, Place, Program, Reduce
 from ...programs.topology import Topology
@@ -103,7 +104,12 @@ _NEEDS: dict[Need, Need] = {}
 
 @functools.lru_cache(maxsize=20000)
 def templates_of(
-    kind: MessageKind, program: Program, capabilities: tuple[Capabilities, ...], topology: Topology, apart: bool
+    kind: MessageKind,
+    program: Program,
+    capabilities: tuple[Capabilities, ...],
+    topology: Topology,
+    apart: bool,
+    span: Span = MEAN,
 ) -> tuple[StageTemplate, ...]:
     """The stages of a program for messages of one kind. Results are kept.
 
@@ -112,11 +118,12 @@ def templates_of(
         program: the program.
         capabilities: the capabilities of the units of each kind; the first ones decide the stages.
         topology: the topology of the ranks.
-        apart: as for :func:`~gckernels.sync.programs.stages.stages_of`.
+        apart, span: as for :func:`~gckernels.sync.programs.stages.stages_of`.
     """
-    layouts = [propagate(program, each, topology) for each in capabilities]
+    span = MEAN if kind == MessageKind.IN_PLACE else span  # FSDP2 reduces these to shards itself
+    layouts = [propagate(program, each, topology, span) for each in capabilities]
     templates = []
-    for spec in stages_of(kind, program, capabilities[0], topology, apart):
+    for spec in stages_of(kind, program, capabilities[0], topology, apart, span):
         roots = _roots(spec, program, layouts[0])
         need = _need(spec, program, layouts, roots, topology)
         templates.append(StageTemplate(spec, _NEEDS.setdefault(need, need), roots))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from ...plans.grouping import MessageSpec
 from ...plans.plan import Frontend, Plan
-from ...programs.lanes import LaneKey, route_of, submit_stages
+from ...programs.lanes import SHARD_BUFFERS, LaneKey, route_of, submit_stages
 from ...programs.stages import MessageKind, Resource, StageSpec
 from ...programs.steps import Level
 from ...traces.model_trace import ModelTrace
@@ -26,6 +26,7 @@ from .launches import BucketLaunch, has_no_hook, launches_of, messages_of, phase
 from .loads import busiest_rank, computing_of, loads_of, total, unevenness
 from .priced_stages import PricedStage, cost_of, cost_without_hook, need_elsewhere
 from .pricing import Pricer
+from .shard_lanes import GatherTasks, ShardLanes
 from .utilisation import Utilisation, utilisation_of
 from .virtual_lanes import Run, Submitted, VirtualLanes
 
@@ -75,9 +76,9 @@ class Timeline:
 
     Attributes:
         step_s: the step.
-        forward_s: forward, which nothing delays.
+        forward_s: forward, with its waiting for parameters of FSDP2, and nothing else that delays it.
         backward_s: backward, with everything that makes it longer: what shares its cores or its device, submission,
-            hooks.
+            hooks, waiting for parameters of FSDP2.
         optimizer_s: the optimizer, which begins when all gradients are averaged.
         exposed_s: from the end of backward until the optimizer begins, waiting for launches and copying gradients.
         launches: the launches, in order.
@@ -86,6 +87,7 @@ class Timeline:
         run: the simulation.
         submitted: all stages of all messages, in the order of submission, each with its task in the simulation.
         origins: the origin of each of them.
+        gathers: the gathers of parameters of FSDP2, in the order in which they are asked for.
     """
 
     step_s: float
@@ -99,6 +101,7 @@ class Timeline:
     run: Run = field(repr=False, compare=False)
     submitted: Sequence[Submitted[PricedStage]] = field(repr=False, compare=False)
     origins: Sequence[Origin] = field(repr=False, compare=False)
+    gathers: Sequence[GatherTasks] = field(default=(), repr=False, compare=False)
 
     @functools.cached_property
     def stages(self) -> tuple[TimedStage, ...]:
@@ -163,7 +166,7 @@ class _Step:
         self._launches, is_alone = launches_of(plan, trace, frontend), machine.topology.world_size == 1
         specs = [() if is_alone else messages_of(launch, plan, frontend) for launch in self._launches]
         both = [(spec, launch.dtype) for launch, each in zip(self._launches, specs, strict=True) for spec in each]
-        priced = iter(pricer.messages(both))
+        priced = iter(pricer.messages(both, plan.span if frontend == Frontend.FSDP else None))
         self._messages = [tuple((spec, next(priced)) for spec in each) for each in specs]
         everything = itertools.chain.from_iterable(self._messages)
         loads = [loads_of(stages, spec.units[0].plan.root, machine) for spec, stages in everything]
@@ -180,16 +183,26 @@ class _Step:
             submits=computing if machine.computes_on == Shared.CORES else {},
         )
         self._origins: list[Origin] = []
+        self._ends: list[list[int]] = []  # the tokens of the ends of messages, by launch
+        self._sent = 0  # messages
+        self._shards: ShardLanes | None = None
+        if pricer.sharding is not None and not is_alone:
+            self._shards = ShardLanes(pricer.sharding, self._lanes, trace, pricer, plan)
 
     def timeline(self) -> Timeline:
         """The timeline of the step."""
         lanes, trace = self._lanes, self._trace
-        lanes.compute(trace.forward_s)
-        forward = lanes.here()
-        ends = self._submit() if self._machine.topology.world_size > 1 else []
-        lanes.compute(max(trace.backward_s - (self._launches[-1].ready_s if ends else 0.0), 0.0))
+        forward, now_s = -1, -trace.forward_s  # times are from the start of backward
+        for at_s, _, happen in sorted(self._events(), key=lambda event: event[:2]):
+            lanes.compute(max(at_s - now_s, 0.0))
+            now_s = max(at_s, now_s)
+            if happen is None:
+                forward = lanes.here()
+            else:
+                happen()
+        lanes.compute(max(trace.backward_s - now_s, 0.0))
         backward = lanes.here()
-        for launch, tokens in zip(self._launches, ends, strict=False):
+        for launch, tokens in zip(self._launches, self._ends, strict=False):
             lanes.wait_for([lanes.here(), *tokens])
             lanes.compute(self._copied_s(launch))
         averaged = lanes.here()
@@ -210,6 +223,7 @@ class _Step:
             run=run,
             submitted=lanes.submitted,
             origins=self._origins,
+            gathers=() if self._shards is None else self._shards.gathers,
         )
 
     def _copied_s(self, launch: BucketLaunch) -> float:
@@ -219,28 +233,46 @@ class _Step:
         nbytes = np.array([float(launch.numel * launch.dtype.itemsize)])
         return float(self._machine.copy(self._machine.computes_on, nbytes).alone_s[0])
 
-    def _submit(self) -> list[list[int]]:
-        """Submit all messages, and return the tokens of their ends, by launch."""
-        overheads, lanes = self._machine.overheads, self._lanes
-        before_s, messages = 0.0, 0
-        ends: list[list[int]] = []
-        for number, (launch, priced) in enumerate(zip(self._launches, self._messages, strict=True)):
-            lanes.compute(launch.ready_s - before_s)
-            before_s = launch.ready_s
-            lanes.delay(overheads.plain_s if self._without_hook else overheads.hook_s)
-            tokens = []
-            for spec, stages in priced:
-                tokens.append(self._submit_message(spec, stages, Origin(number, messages, spec.keys)))
-                messages += 1
-            if not _is_started_at_once([spec for spec, _ in priced]):
-                lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
-            ends.append(tokens)
-        return ends
+    def _events(self) -> Iterator[tuple[float, int, Callable[[], None] | None]]:
+        """Everything that happens while the model computes: when, its order at the same time, and what lets it happen.
 
-    def _submit_message(self, message: MessageSpec, stages: tuple[PricedStage, ...], origin: Origin) -> int:
+        Times are seconds from the start of backward. ``None`` is the end of forward.
+        """
+        yield 0.0, -1, None
+        if self._machine.topology.world_size == 1:
+            return
+        first = len(self._launches)
+        for number, launch in enumerate(self._launches):
+            yield launch.ready_s, number, functools.partial(self._launch, number)
+        for number, gather in enumerate(self._trace.gathers if self._shards is not None else (), first):
+            assert self._shards is not None
+            asked_s, needed_s = gather.asked_s - self._trace.forward_s, gather.needed_s - self._trace.forward_s
+            yield asked_s, number, functools.partial(self._shards.ask, gather)
+            yield needed_s, number, functools.partial(self._shards.wait, gather)
+
+    def _launch(self, number: int) -> None:
+        """Submit the messages of a launch."""
+        overheads, lanes, shards = self._machine.overheads, self._lanes, self._shards
+        launch, priced = self._launches[number], self._messages[number]
+        lanes.delay(overheads.plain_s if self._without_hook else overheads.hook_s)
+        if shards is not None and number >= SHARD_BUFFERS and not self._without_hook:
+            shards.wait_for(self._ends[number - SHARD_BUFFERS])
+        after = () if shards is None else shards.reduce(launch.numel * launch.dtype.itemsize)
+        tokens = []
+        for spec, stages in priced:
+            tokens.append(self._submit_message(spec, stages, Origin(number, self._sent, spec.keys), after))
+            self._sent += 1
+        if priced and not _is_started_at_once([spec for spec, _ in priced]):
+            lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
+        if shards is not None and shards.blocks and self._without_hook:
+            shards.wait_for(tokens)
+        self._ends.append(tokens or list(after))
+
+    def _submit_message(
+        self, message: MessageSpec, stages: tuple[PricedStage, ...], origin: Origin, after: tuple[int, ...]
+    ) -> int:
         """Submit the stages of a message, and return the token of the last one."""
         lanes, uneven, root = self._lanes, self._uneven, message.units[0].plan.root
-        after: tuple[int, ...] = ()
         for elsewhere, group in itertools.groupby(stages, lambda stage: self._elsewhere(stage, root)):
             part = tuple(group)
             if elsewhere is None:

@@ -99,7 +99,7 @@ def test_wrong_use(tmp_path, script, capfd):
     empty = tmp_path / "empty.py"
     empty.write_text("")
     wrong = (
-        ([str(empty)], 3, "has made no DistributedDataParallel model; wrap its model"),
+        ([str(empty)], 3, "has made no DistributedDataParallel model, and trained none of fully_shard; wrap its model"),
         (["missing.py"], 2, "missing.py: there is no such file"),
         (["-m", "missing.train"], 2, "-m missing.train: there is no module 'missing' here"),
         (["--steps", "0", script], 2, "--steps must be an integer from 1 up, got 0"),
