@@ -280,6 +280,11 @@ class ModelFrontend(ABC):
         return True
 
     @property
+    def groups_to_trace(self) -> Sequence[Any]:
+        """The groups of parameters of a model of FSDP2, whose collectives a recording watches."""
+        return ()
+
+    @property
     def can_agree(self) -> bool:
         """Whether all ranks come to the end of this step, so that they may agree there."""
         return True

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor, from_spec
 
 from ..accuracy.accuracy import allowed_compressors, unfitted
@@ -23,6 +24,7 @@ from ..communication.ranks import Ranks
 from ..planner.choice import Choice, Row, choose
 from ..planner.drafts.problem import Problem
 from ..planner.machines.machine import DerivedMachine, Floats, Machine, Price, Shared
+from ..planner.machines.sharding import Sharding
 from ..planner.starts import STARTS
 from ..planner.timeline.pricing import Pricer
 from ..plans.names import short_spec, summary_of
@@ -118,6 +120,7 @@ def proposal(
     stage: Phase,
     tried: TriedPlans,
     rest: Callable[[], None] = lambda: None,
+    sharding: Sharding | None = None,
 ) -> Proposal:
     """The plans that are predicted to beat all others by more than the model's error. Communicates nothing.
 
@@ -131,15 +134,16 @@ def proposal(
         stage: the rule of accuracy.
         tried: the plans that were tried, at least one.
         rest: called often meanwhile.
+        sharding: the shards of a model of FSDP2.
 
     Raises:
         MachineError, PlanError, ProblemError: there is no plan at all.
     """
     start_s = time.thread_time()
-    problem = Problem(
-        trace, Pricer(RestingMachine(machine, rest)), frontend, allowed_compressors(trace, stage.accuracy)
-    )
     fastest = min(tried.measured_s, key=lambda plan: tried.measured_s[plan])
+    assert fastest.weights is None or isinstance(fastest.weights, Codec)
+    allowed, pricer = allowed_compressors(trace, stage.accuracy), Pricer(RestingMachine(machine, rest), sharding)
+    problem = Problem(trace, pricer, frontend, allowed, weights=fastest.weights)
     apart_s = problem.step_s(fastest) - tried.measured_s[fastest]
     errors = [abs(problem.step_s(plan) - apart_s - each) / each for plan, each in tried.measured_s.items()]
     error, choice = max(errors), choice_of(problem)

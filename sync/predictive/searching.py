@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..communication.agreement import Failure, together
 from ..communication.cores import Cores
 from ..planner.machines.machine import Shared
-from ..plans.plan import Plan
+from ..planner.machines.sharding import Sharding
+from ..plans.plan import Frontend, Plan
 from ..traces.model_trace import ModelTrace
 from ..tuning.trials.race import Race
 from ..tuning.trials.rules import Phase
@@ -64,7 +66,11 @@ class PredictedPlans:
 
         def search(rest: Callable[[], None]) -> Proposal:
             machine = TrialMachine.of(stages, ranks.world_size, computes_on, max(cores, 1.0))
-            return proposal(trace, machine, frontend.kind, stage, tried, rest)
+            sharding = None
+            if frontend.kind is Frontend.FSDP:  # trials do not measure gathers, which are the same in all proposals
+                sharding = Sharding()
+                machine = replace(machine, curves={"AllGather": machine.sending, **machine.curves})
+            return proposal(trace, machine, frontend.kind, stage, tried, rest, sharding)
 
         work = self._search = Slices(search)
         try:

@@ -127,7 +127,7 @@ class ModelTracer:
         if self._is_recorded:
             marks = None if watch is None else watch.marks
             averaged = None
-            if watch is not None and self._averages and self._ranks.group is not None:
+            if watch is not None and self._averages and self._ranks.group is not None and not self._groups:
                 used = [watch.is_used(parameter) for parameter in self._parameters.values()]
                 averaged = Averaged(self._number, digests(self._parameters.values(), self._ranks.device), used)
             if not self._is_missed(marks is None) and marks is not None:

@@ -66,5 +66,6 @@ class StepRecording:
             raise RuntimeError("the model is gone")
         self._training.checked(self._training.plan)  # a hook of somebody else may have come
         parameters, (group, device) = frontend.sent_parameters(), (frontend.group, frontend.device)
-        self._recorder = ModelTracer(model, parameters, group, device, RECORDED, WARMUP)
+        groups = frontend.groups_to_trace
+        self._recorder = ModelTracer(model, parameters, group, device, RECORDED, WARMUP, groups=groups)
         return self._recorder

@@ -50,10 +50,11 @@ def _head(problem: Problem) -> str:
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
     rest = duration(trace.forward_s + trace.optimizer_s) if trace.is_whole_step else "not known"
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
+    weights = "" if problem.weights is None else f" Parameters are gathered by {short_spec(problem.weights)}."
     return (
         f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
         f"{volume(nbytes)}, backward {duration(trace.backward_s)}, forward and optimizer {rest}. "
-        f"For {_FRONTENDS[problem.frontend]}."
+        f"For {_FRONTENDS[problem.frontend]}.{weights}"
     )
 
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ...plans.grouping import PlacedUnit
 from ...plans.plan import Plan, UnitPlan
 from ...programs.lanes import SHARD_BUFFERS
 from ..checks.hooks import weakly
-from ..frontend import ModelFrontend
+from ..frontend import Before, ModelFrontend
 from ..request import Request
 from .shard_buffers import ShardBuffer
 from .shard_groups import Shard, ShardGroup, shard_groups
@@ -228,8 +228,11 @@ class ShardedFrontend(ModelFrontend):
         self.calls.end_step(True)
 
     @property
-    def can_be_traced(self) -> bool:
-        return False  # FSDP reduces gradients as soon as they are there
+    def groups_to_trace(self) -> Sequence[ShardGroup]:
+        return self._groups
+
+    def launch_late(self, before: Before | None) -> None:
+        pass  # a recording lets FSDP send one group after the other
 
     @property
     def averages_now(self) -> bool:

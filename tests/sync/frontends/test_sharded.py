@@ -9,6 +9,7 @@ import threading
 import warnings
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gckernels import sync
 from gckernels.sync.frontends.sharded.comms import factor_of
+from gckernels.sync.predictive import searching
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Net, Straight, adamw, digest, fsdp_modules, model_of, shards_of, split, train
 
@@ -228,12 +230,14 @@ def test_a_closed_attachment_leaves_the_model_as_it_was(form, ranks):
         assert is_own
 
 
-def tuned(form: str) -> tuple[str, str, str]:
-    """The digest of a training, the plan that was found, and the plan of the resumed training."""
+def tuned(form: str) -> tuple[str, str, str, int]:
+    """The digest of a training, the plan that was found, the plan of the resumed training, and how often plans were
+    predicted."""
     setting = SETTINGS["plain"]
     model = model_of(setting, form)
     attachment = sync.attach(model)
-    train(model, setting, range(60), adamw(model))
+    with mock.patch.object(searching, "proposal", wraps=searching.proposal) as proposal:
+        train(model, setting, range(80), adamw(model))
     found, state = attachment.plan.fingerprint(), attachment.state_dict()
     trained = digest(model)
     attachment.close()
@@ -242,13 +246,14 @@ def tuned(form: str) -> tuple[str, str, str]:
     again.load_state_dict(state)
     taken = again.plan.fingerprint()
     again.close()
-    return trained, found, taken
+    return trained, found, taken, proposal.call_count
 
 
 @FORMS
 def test_a_plan_is_found_while_the_model_is_trained(form, ranks):
     found = values_of(run_ranks(ranks, tuned, form))
-    assert all(taken == plan == found[0][1] for _, plan, taken in found)
+    assert all(taken == plan == found[0][1] for _, plan, taken, _ in found)
+    assert [calls for *_, calls in found] == [int(form == "fsdp"), *[0] * (ranks - 1)]
     if form == "hsdp":
         assert found[0][0] == found[2][0]
 

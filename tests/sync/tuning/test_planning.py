@@ -15,6 +15,7 @@ from gckernels.sync import Topology
 from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.communication.agreement import Failure, together
 from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.machines.sharding import Sharding
 from gckernels.sync.planner.policies.all import uniform
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
@@ -29,7 +30,7 @@ from gckernels.sync.predictive.planning import (
 )
 from gckernels.sync.programs.named import ALLREDUCE
 from gckernels.sync.traces.model_trace import ModelTrace
-from gckernels.sync.traces.traced_tensors import TracedTensor
+from gckernels.sync.traces.traced_tensors import TracedGather, TracedTensor
 from gckernels.sync.tuning.trials.rules import stages_of
 from models import build
 from planning import SimpleMachine, problem_of
@@ -41,16 +42,23 @@ LISTED = stages_of(["BlockQuant(bits=4)", "Cast16"])[0]
 
 def trace() -> ModelTrace:
     tensors = tuple(TracedTensor(f"t{at}", 1 << 20, 1e-3 * at, (1024, 1024)) for at in range(4))
-    return ModelTrace("model", tensors, 3e-3, 1e-3, buckets=(("t0", "t1"), ("t2", "t3")))
+    buckets = (("t0", "t1"), ("t2", "t3"))
+    gathers = tuple(TracedGather(bucket, 0.0, 0.0) for bucket in buckets)
+    return ModelTrace("model", tensors, 3e-3, 1e-3, buckets=buckets, gathers=gathers)
 
 
 SLOW_CODECS = SimpleMachine(Topology(4), link_nbytes_per_s=1e9, element_s=4e-9)
 """A machine on which it pays to compress some tensors only."""
 
 
+SHARDED = {Frontend.FSDP: Sharding()}
+FRONTENDS = pytest.mark.parametrize("frontend", [Frontend.DDP, Frontend.MODULE, Frontend.FSDP])
+
+
 def tried(frontend: Frontend, times: Callable[[float], float]) -> TriedPlans:
     """The trials of two uniform plans, whose steps have taken what ``times`` makes of their predictions."""
-    problem = Problem(trace(), Pricer(SLOW_CODECS), frontend, allowed_compressors(trace(), LISTED.accuracy))
+    pricer = Pricer(SLOW_CODECS, SHARDED.get(frontend))
+    problem = Problem(trace(), pricer, frontend, allowed_compressors(trace(), LISTED.accuracy))
     plans = [uniform(problem, method) for method in problem.compressors]
     measured_s = {plan: times(problem.step_s(plan)) for plan in plans}
     return TriedPlans(measured_s, min(measured_s.values()))
@@ -60,25 +68,27 @@ def tried(frontend: Frontend, times: Callable[[float], float]) -> TriedPlans:
 def test_a_plan_joins_that_is_predicted_to_beat_all_others(frontend):
     """Trials measure 1 ms less of a step than is predicted, which changes no difference."""
     known = tried(frontend, lambda predicted_s: predicted_s - 1e-3)
-    found = proposal(trace(), SLOW_CODECS, frontend, LISTED, known)
+    found = proposal(trace(), SLOW_CODECS, frontend, LISTED, known, sharding=SHARDED.get(frontend))
     assert found.error == pytest.approx(0.0, abs=1e-9) and found.finalists
     for plan in found.finalists:
         assert plan.prediction.step_s < (1.0 - LEAST_GAIN) * known.least_s
         assert plan.fingerprint() not in {each.fingerprint() for each in known.measured_s}
 
 
-@pytest.mark.parametrize("frontend", [Frontend.DDP, Frontend.MODULE])
+@FRONTENDS
 def test_no_plan_joins_whose_gain_is_less_than_the_error_of_predictions(frontend):
     factors = iter((1.0, 3.0))
     known = tried(frontend, lambda predicted_s: next(factors) * predicted_s)
-    found = proposal(trace(), SLOW_CODECS, frontend, LISTED, known)
+    found = proposal(trace(), SLOW_CODECS, frontend, LISTED, known, sharding=SHARDED.get(frontend))
     assert found.error > 0.5 and found.finalists == ()
 
 
-@pytest.mark.parametrize("frontend", [Frontend.DDP, Frontend.MODULE])
+@FRONTENDS
 def test_no_plan_joins_that_does_not_beat_plain_steps(frontend):
     known = tried(frontend, lambda predicted_s: predicted_s)
-    assert proposal(trace(), SLOW_CODECS, frontend, LISTED, replace(known, least_s=1e-6)).finalists == ()
+    known = replace(known, least_s=1e-6)
+    found = proposal(trace(), SLOW_CODECS, frontend, LISTED, known, sharding=SHARDED.get(frontend))
+    assert found.finalists == ()
 
 
 @pytest.mark.parametrize("frontend", [Frontend.DDP, Frontend.MODULE])
