@@ -24,7 +24,10 @@ def test_what_a_docstring_states():
     (example,) = examples(EFSignSGD)
     assert example.values == (3.0, -1.0, 0.0, -4.0) and example.residual == (1.0, 1.0, -2.0, -2.0)
     assert len(example.payload) == stated_nbytes(EFSignSGD(), 4) == 48
-    assert sources(EFSignSGD) == ["Karimireddy et al., [arXiv:1901.09847](https://arxiv.org/abs/1901.09847)"]
+    assert sources(EFSignSGD) == [
+        "Karimireddy et al., [arXiv:1901.09847](https://arxiv.org/abs/1901.09847)",
+        "Vargaftik et al., [arXiv:2105.08339](https://arxiv.org/abs/2105.08339)",
+    ]
 
 
 @pytest.mark.parametrize(

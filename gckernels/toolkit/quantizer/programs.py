@@ -71,7 +71,7 @@ def partials_program(
         else:
             values = load_tile(source_ptr + first, offsets, here, Q.tile)
         if Q.has_residual:
-            residual = load_residual(residual_ptr, offsets, chunk, chunk_numel, tile * Q.tile, here, Q)
+            residual = load_residual(residual_ptr, first, offsets, chunk, chunk_numel, tile * Q.tile, here, Q)
             values = Q.accumulate(values, residual, C)
         totals = combine(totals, reduce_tile(values, offsets, here, S, Q, 0), Q)
         tile += num_partials
@@ -139,7 +139,7 @@ def encode_program(
     else:
         values = load_rows(source_ptr + first, offsets, here, Q)
     if Q.has_residual:
-        residual = load_residual(residual_ptr, offsets, chunk, chunk_numel, tile_first, here, Q)
+        residual = load_residual(residual_ptr, first, offsets, chunk, chunk_numel, tile_first, here, Q)
         values = Q.accumulate(values, residual, C)
 
     payload_ptr += chunk * payload_stride
@@ -182,7 +182,7 @@ def encode_program(
         # would break the 16-byte stores up
         left = Q.keep(values, Q.dequantize(codes, columns_of_stats, C), C)
         left = tl.where(is_finite(left), left, residual)
-        store_residual(residual_ptr, left, offsets, chunk, chunk_numel, tile_first, here, Q)
+        store_residual(residual_ptr, left, first, offsets, chunk, chunk_numel, tile_first, here, Q)
     # the small stores come last, when few registers are in use
     if tile == 0:
         words = tl.arange(0, 4)

@@ -19,8 +19,9 @@ _ALIGN = tl.constexpr(ALIGN_NBYTES)
 
 
 @triton.jit
-def load_residual(residual_ptr, offsets, chunk, chunk_numel, tile_first, here, Q: tl.constexpr):
-    """The residuals of a tile in the shape of ``offsets``, with zeros behind the first ``here``."""
+def load_residual(residual_ptr, first, offsets, chunk, chunk_numel, tile_first, here, Q: tl.constexpr):
+    """The residuals of a tile in the shape of ``offsets``, with zeros behind the first ``here``. The tile begins with
+    element ``tile_first`` of the chunk, which is ``first`` in the unit."""
     if Q.encoded_residual:
         GROUPS: tl.constexpr = Q.tile // _GROUP
         exponents_ptr, codes_ptr = _row(residual_ptr, chunk, chunk_numel, tile_first)
@@ -30,11 +31,11 @@ def load_residual(residual_ptr, offsets, chunk, chunk_numel, tile_first, here, Q
         spread = tl.broadcast_to(scales[:, None], (GROUPS, _GROUP))
         return load_tile(codes_ptr, offsets, here, Q.tile) * tl.reshape(spread, offsets.shape)
     else:
-        return load_tile(residual_ptr + chunk * chunk_numel + tile_first, offsets, here, Q.tile)
+        return load_tile(residual_ptr + first, offsets, here, Q.tile)
 
 
 @triton.jit
-def store_residual(residual_ptr, values, offsets, chunk, chunk_numel, tile_first, here, Q: tl.constexpr):
+def store_residual(residual_ptr, values, first, offsets, chunk, chunk_numel, tile_first, here, Q: tl.constexpr):
     """Store the first ``here`` of the finite fp32 ``values`` of a tile."""
     if Q.encoded_residual:
         GROUPS: tl.constexpr = Q.tile // _GROUP
@@ -54,7 +55,7 @@ def store_residual(residual_ptr, values, offsets, chunk, chunk_numel, tile_first
             tl.store(codes_ptr + places, codes, mask=places < here)
         tl.store(exponents_ptr + groups, exponents.to(tl.uint8), mask=groups * _GROUP < here)
     else:
-        store_tile(residual_ptr + chunk * chunk_numel + tile_first, offsets, values, here, Q.tile)
+        store_tile(residual_ptr + first, offsets, values, here, Q.tile)
 
 
 @triton.jit

@@ -120,7 +120,7 @@ def _of_parts(change: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (5, r"states\[3\]: part must be two ints, a number and the count of parts, got 5"),
+        (5, r"states\[3\]: part must be two ints, a number and the count of parts, .*, got 5"),
         ("12", r"states\[3\]: part must be"),
         ([1], r"states\[3\]: part must be"),
         ([1, 2, 3], r"states\[3\]: part must be"),
