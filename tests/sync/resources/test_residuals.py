@@ -7,7 +7,7 @@ import torch
 
 from gckernels.sync.resources.feedback import KINDS, Feedback
 from gckernels.sync.resources.memory_spaces import Places
-from gckernels.sync.resources.residual import EncodedForm, Residual
+from gckernels.sync.resources.residual import EncodedForm, Residual, multiply
 
 NOTHING: dict = {kind: {} for kind in KINDS}
 
@@ -176,3 +176,15 @@ def test_parts_of_a_residual_are_its_memory(rows):
     parts[2].zero()
     assert not residual.values()[416:].any()
     assert torch.equal(residual.values()[:208], before[:208])
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 0.3, torch.tensor(4.0)])
+def test_residuals_of_both_forms_are_multiplied(factor):
+    values = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    plain, encoded = Residual(values.clone(), 300), Residual(values.clone(), 300)
+    encoded.change(torch.device("cpu"), EncodedForm(1, 300))
+    before = encoded.values()
+    multiply([plain, encoded], factor)
+    assert torch.equal(plain.values(), values * factor)
+    rounding = 0.0 if factor in (0.0, 0.5, 4.0) else 0.01
+    torch.testing.assert_close(encoded.values(), before * factor, rtol=0, atol=rounding)
