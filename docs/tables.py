@@ -14,6 +14,7 @@ from pathlib import Path
 import gckernels
 from bench.lib import (
     auto_tables,
+    feedback_tables,
     kernel_tables,
     prediction_tables,
     sharded_tables,
@@ -148,6 +149,9 @@ def pages() -> dict[Path, str]:
         FOLDER / "howto" / "slow_link.md": _with_part(
             FOLDER / "howto" / "slow_link.md",
             *(updates_tables.accuracy_table(400, 3e-3, each) for each in (0.95, 0.999)),
+        ),
+        FOLDER / "howto" / "residual_memory.md": _with_part(
+            FOLDER / "howto" / "residual_memory.md", feedback_tables.times_table(), feedback_tables.accuracy_table()
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }

@@ -92,9 +92,9 @@ def attach(
             :meth:`~gckernels.sync.Attachment.discard_step` leaves nothing of a step. A gradient scaler needs this copy
             in any case.
         residual_bits: with 8, residuals of element-wise quantisers such as ``BlockQuant`` and ``EFSignSGD`` take a byte
-            per element instead of four, and encoding becomes faster. The training is another one, because each step
-            loses up to a 127th of the largest of 256 neighbouring residuals, and reaches the same loss. Other
-            compressors keep theirs in fp32.
+            per element instead of four, and encoding is faster where memory is the limit. The training is another one,
+            because each step loses up to a 127th of the largest of 256 neighbouring residuals, and reaches the same
+            loss. Other compressors keep theirs in fp32.
         weights: for a model of ``fully_shard`` without replicas, encodes the parameters that FSDP gathers in forward
             and backward: ``"BlockQuant"`` in 8 bits, or ``"Cast16"``. All ranks compute with the same decoded
             parameters, and each optimizer goes on with its own exact shard. With fewer bits, as in
