@@ -24,8 +24,8 @@ def times_table(path: Path = TIMES) -> str:
 
 
 def accuracy_table(path: Path = TRAINING) -> str:
-    """A row for every rule of feedback, with the mean differences of bits per byte to plain DDP, and of residuals in 8
-    bits to those in 32; each with its standard error."""
+    """A row for every rule of feedback, with mean differences of bits per byte and their standard errors: to plain
+    DDP, and of residuals in 8 bits to those in 32."""
     bits: dict[str, dict[str, float]] = {}
     for row in read_csv(path):
         bits.setdefault(row["arm"], {})[row["seed"]] = float(row["bits_per_byte"])

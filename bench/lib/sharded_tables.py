@@ -13,7 +13,8 @@ STEPS, TRAINING, PREDICTIONS = (
     RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training", "sharded_predictions")
 )
 NATIVE, AGAIN = "native", "native again"
-WEIGHTS, FLAT, LEVELS = ", weights ", ", shards over all ranks", ", added up inside machines"
+WEIGHTS, EIGHT_BITS = ", weights ", ", residuals in 8 bits"
+FLAT, LEVELS = ", shards over all ranks", ", added up inside machines"
 """The parts of an arm behind its plan."""
 
 
@@ -60,7 +61,7 @@ def accuracy_table(path: Path = TRAINING) -> str:
 
 
 def _name(arm: str) -> str:
-    ending = next((each for each in (FLAT, LEVELS) if arm.endswith(each)), "")
+    ending = next((each for each in (FLAT, LEVELS, EIGHT_BITS) if arm.endswith(each)), "")
     plan, _, weights = arm.removesuffix(ending).partition(WEIGHTS)
     attached = {NATIVE: "nothing", "auto": "`sync.attach(model)`"}.get(plan, f"`{plan}`")
     return attached + (f', `weights="{weights}"`' if weights else "") + ending

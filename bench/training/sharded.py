@@ -4,7 +4,8 @@
     python -m bench.training.sharded --seeds 0 --steps 200 --arms "BlockQuant(bits=4), weights BlockQuant"
 
 The byte transformer of ``examples/bytes_lm.py`` is trained with AdamW, once for each arm and seed: with FSDP's own
-collectives; and with a compressor attached, and another one for the parameters behind ``, weights``. Rows of
+collectives; and with a compressor attached, another one for the parameters behind ``, weights``, and residuals in 8
+bits in arms that end with ``, residuals in 8 bits``. Rows of
 ``bench/results/cpu/sharded_training.csv`` have bits per byte after all steps, with the same parameters and data in all
 arms of a seed, and the bytes that a rank sends in a step. The final table has the mean difference to FSDP's own
 collectives.
@@ -25,14 +26,15 @@ from torch.distributed.fsdp import fully_shard
 from bench.lib.program import launch_ranks
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import CPU, markdown_of_cells
+from bench.lib.sharded_tables import EIGHT_BITS, NATIVE, WEIGHTS
 from examples import bytes_lm, common
 from gckernels import sync
 
 NAME, KEY = "sharded_training", ("arm", "seed", "steps")
-NATIVE, WEIGHTS = "native", ", weights "
 ARMS = (
     "Cast16",
     "BlockQuant(bits=4)",
+    f"BlockQuant(bits=4){EIGHT_BITS}",
     "BlockQuant(bits=4), weights BlockQuant",
     "BlockQuant(bits=4), weights BlockQuant(bits=4)",
 )
@@ -58,8 +60,11 @@ def train_once(arm: str, seed: int, steps: int) -> dict[str, str | int | float]:
         if isinstance(block, bytes_lm.Block):
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    plan, _, weights = arm.partition(WEIGHTS)
-    attachment = None if arm == NATIVE else sync.attach(model, plan, weights=weights or None)
+    plan, _, weights = arm.removesuffix(EIGHT_BITS).partition(WEIGHTS)
+    attachment = None
+    if arm != NATIVE:
+        residual_bits = 8 if arm.endswith(EIGHT_BITS) else 32
+        attachment = sync.attach(model, plan, residual_bits=residual_bits, weights=weights or None)
     torch.manual_seed(1000 + seed)  # all arms draw the same data
     bytes_lm.train(model, text[0], common.StepTimer(CPU), steps=steps)
     stats = {} if attachment is None else attachment.stats()

@@ -119,8 +119,8 @@ def proposal(
     frontend: Frontend,
     stage: Phase,
     tried: TriedPlans,
-    rest: Callable[[], None] = lambda: None,
     sharding: Sharding | None = None,
+    rest: Callable[[], None] = lambda: None,
 ) -> Proposal:
     """The plans that are predicted to beat all others by more than the model's error. Communicates nothing.
 
@@ -133,8 +133,8 @@ def proposal(
         frontend: the kind of the model.
         stage: the rule of accuracy.
         tried: the plans that were tried, at least one.
-        rest: called often meanwhile.
         sharding: the shards of a model of FSDP2.
+        rest: called often meanwhile.
 
     Raises:
         MachineError, PlanError, ProblemError: there is no plan at all.

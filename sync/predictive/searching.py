@@ -70,7 +70,7 @@ class PredictedPlans:
             if frontend.kind is Frontend.FSDP:  # trials do not measure gathers, which are the same in all proposals
                 sharding = Sharding()
                 machine = replace(machine, curves={"AllGather": machine.sending, **machine.curves})
-            return proposal(trace, machine, frontend.kind, stage, tried, rest, sharding)
+            return proposal(trace, machine, frontend.kind, stage, tried, sharding, rest)
 
         work = self._search = Slices(search)
         try:

@@ -118,7 +118,7 @@ def failed(front, fault, where):
 def _broken(fault, where):
     """A context in which something fails on the rank ``where``."""
 
-    def fails(*_):
+    def fails(*_, **__):
         raise ValueError(f"no {fault}")
 
     if dist.get_rank() != where:
