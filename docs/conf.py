@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     ("py:class", r"gckernels\.(sync\.)?[a-z_]+\..*"),
     ("py:class", r"numpy\..*"),  # arrays, which only the planner has
     ("py:class", r"torch\._C\..*"),
-    ("py:class", r"torch\.nn\.modules\..*"),  # documented by torch under shorter names
+    ("py:class", r"torch\.(nn\.modules|optim\.optimizer)\..*"),  # documented by torch under shorter names
     ("py:(class|exc)", r"triton\..*"),  # no page of Triton's has them
     ("py:(class|obj)", r".*\.[A-Z]"),
     ("py:obj", r"typing\.Annotated\[.*"),  # a number with its form in JSON
