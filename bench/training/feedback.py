@@ -14,10 +14,10 @@ after all steps, with the same parameters and data in all arms of a seed, and th
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
-from bench.lib.program import launch_ranks
-from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import CPU, markdown_of_cells
+from bench.training.arms import Row, measured, parser_of, run
 from examples import bytes_lm, common
 from gckernels import BlockQuant, sync
 
@@ -74,16 +73,7 @@ class Feedback:
         residual.copy_(error)
 
 
-def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    return parser.parse_args()
-
-
-def train_once(arm: str, seed: int, steps: int) -> dict[str, str | int | float]:
+def train_once(arm: str, seed: int, steps: int) -> Row:
     """Train the model; returns a row; collective."""
     text = bytes_lm.load_text()
     torch.manual_seed(seed)
@@ -118,41 +108,23 @@ def train_once(arm: str, seed: int, steps: int) -> dict[str, str | int | float]:
     }
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    common.init_process_group()
-    for seed in args.seeds:
-        for arm in (NATIVE, *args.arms):
-            row = train_once(arm, seed, args.steps)
-            if dist.get_rank() == 0:
-                merge_csv(NAME, CPU, [row], KEY)
-                print(f"seed {seed}, {arm}: {row['bits_per_byte']} bits per byte", flush=True)
-    dist.destroy_process_group()
-
-
-def show(args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace, arms: Sequence[str]) -> None:
     """Print the mean differences to plain DDP."""
-    found = {
-        (row["arm"], int(row["seed"])): row for row in read_csv(csv_path(NAME, CPU)) if int(row["steps"]) == args.steps
-    }
-    table = []
-    for arm in (NATIVE, *args.arms):
-        bits = [float(found[arm, seed]["bits_per_byte"]) for seed in args.seeds]
-        own = [float(found[NATIVE, seed]["bits_per_byte"]) for seed in args.seeds]
-        differences = [one - other for one, other in zip(bits, own, strict=True)]
-        kept = found[arm, args.seeds[0]]["residual_nbytes_per_element"]
-        table.append((arm, kept, f"{statistics.fmean(bits):.4f}", f"{statistics.fmean(differences):+.4f}"))
+    table = [
+        (arm, row["residual_nbytes_per_element"], f"{statistics.fmean(bits):.4f}", f"{statistics.fmean(each):+.4f}")
+        for arm, bits, each, row in measured(args, NAME, arms, NATIVE)
+    ]
     print(markdown_of_cells(("arm", "residual bytes per element", "bits per byte", "mean difference"), table))
 
 
 def main() -> int:
-    args = parse_args()
-    if "LOCAL_RANK" in os.environ:
-        run_rank(args)
-        return 0
-    status = launch_ranks(RANKS)
-    if status == 0:
-        show(args)
-    return status
+    parser = parser_of(__doc__, ARMS, SEEDS, STEPS)
+    args = parser.parse_args()
+    if unknown := [arm for arm in args.arms if arm not in ARMS]:
+        parser.error(f"argument --arms: invalid choice: {unknown[0]!r} (choose from {', '.join(ARMS)})")
+    arms = [NATIVE, *args.arms]
+    train = functools.partial(train_once, steps=args.steps)
+    return run(args, NAME, KEY, arms, RANKS, train, lambda: show(args, arms))
 
 
 if __name__ == "__main__":

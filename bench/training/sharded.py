@@ -14,19 +14,19 @@ collectives.
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 import statistics
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.lib.program import launch_ranks
-from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import CPU, markdown_of_cells
 from bench.lib.sharded_tables import EIGHT_BITS, NATIVE, WEIGHTS
+from bench.training.arms import Row, measured, parser_of, run
 from examples import bytes_lm, common
 from gckernels import sync
 
@@ -41,16 +41,7 @@ ARMS = (
 RANKS, STEPS, SEEDS = 2, 400, tuple(range(6))
 
 
-def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help="arms beside FSDP's own")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    return parser.parse_args()
-
-
-def train_once(arm: str, seed: int, steps: int) -> dict[str, str | int | float]:
+def train_once(arm: str, seed: int, steps: int) -> Row:
     """Train the model; returns a row; collective."""
     text = bytes_lm.load_text()
     torch.manual_seed(seed)
@@ -72,45 +63,24 @@ def train_once(arm: str, seed: int, steps: int) -> dict[str, str | int | float]:
         attachment.close()
     _, bits = bytes_lm.evaluate(model, text[1], CPU)
     gathered = stats.get("gathered_nbytes", "")
-    row: dict[str, str | int | float] = {"arm": arm, "seed": seed, "steps": steps, "bits_per_byte": f"{bits:.4f}"}
+    row: Row = {"arm": arm, "seed": seed, "steps": steps, "bits_per_byte": f"{bits:.4f}"}
     return row | {"sent_nbytes": stats.get("sent_nbytes", ""), "gathered_nbytes": gathered}
 
 
-def run_rank(args: argparse.Namespace) -> None:
-    common.init_process_group()
-    for seed in args.seeds:
-        for arm in (NATIVE, *args.arms):
-            row = train_once(arm, seed, args.steps)
-            if dist.get_rank() == 0:
-                merge_csv(NAME, CPU, [row], KEY)
-                print(f"seed {seed}, {arm}: {row['bits_per_byte']} bits per byte", flush=True)
-    dist.destroy_process_group()
-
-
-def show(args: argparse.Namespace) -> None:
+def show(args: argparse.Namespace, arms: Sequence[str]) -> None:
     """Print the mean differences to FSDP's own collectives."""
-    found = {
-        (row["arm"], int(row["seed"])): row for row in read_csv(csv_path(NAME, CPU)) if int(row["steps"]) == args.steps
-    }
     table = []
-    for arm in (NATIVE, *args.arms):
-        bits = [float(found[arm, seed]["bits_per_byte"]) for seed in args.seeds]
-        own = [float(found[NATIVE, seed]["bits_per_byte"]) for seed in args.seeds]
-        differences = [one - other for one, other in zip(bits, own, strict=True)]
+    for arm, bits, differences, _ in measured(args, NAME, arms, NATIVE):
         worst = max(differences, key=abs)
         table.append((arm, f"{statistics.fmean(bits):.4f}", f"{statistics.fmean(differences):+.4f}", f"{worst:+.4f}"))
     print(markdown_of_cells(("arm", "bits per byte", "mean difference", "largest"), table))
 
 
 def main() -> int:
-    args = parse_args()
-    if "LOCAL_RANK" in os.environ:
-        run_rank(args)
-        return 0
-    status = launch_ranks(RANKS)
-    if status == 0:
-        show(args)
-    return status
+    args = parser_of(__doc__, ARMS, SEEDS, STEPS, "arms beside FSDP's own").parse_args()
+    arms = [NATIVE, *args.arms]
+    train = functools.partial(train_once, steps=args.steps)
+    return run(args, NAME, KEY, arms, RANKS, train, lambda: show(args, arms))
 
 
 if __name__ == "__main__":

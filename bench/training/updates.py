@@ -14,17 +14,16 @@ has the mean difference to plain DDP.
 from __future__ import annotations
 
 import argparse
-import os
+import functools
 import sys
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.lib.program import launch_ranks
-from bench.lib.record import merge_csv
 from bench.lib.rounds import CPU
 from bench.lib.updates_tables import EVERY, PLAIN, accuracy_table
+from bench.training.arms import Row, parser_of, run
 from examples import bytes_lm, common
 from gckernels import sync
 
@@ -44,18 +43,14 @@ RANKS, STEPS, SEEDS, BETA2 = 2, 400, (0, 1, 2), 0.95
 
 
 def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help=f"{PLAIN} is plain DDP")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS), metavar="SEED")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser = parser_of(__doc__, ARMS, SEEDS, STEPS, f"{PLAIN} is plain DDP")
     parser.add_argument("--peak-lr", type=float, default=bytes_lm.PEAK_LR)
     parser.add_argument("--beta2", type=float, default=BETA2, help="decay of AdamW's second moment")
     parser.add_argument("--ranks", type=int, default=RANKS)
     return parser.parse_args()
 
 
-def train_once(arm: str, seed: int, steps: int, peak_lr: float, beta2: float) -> dict[str, str | int | float]:
+def train_once(arm: str, seed: int, steps: int, peak_lr: float, beta2: float) -> Row:
     """Train the model; returns a row; collective."""
     text = bytes_lm.load_text()
     torch.manual_seed(seed)
@@ -82,30 +77,15 @@ def train_once(arm: str, seed: int, steps: int, peak_lr: float, beta2: float) ->
         attachment.close()
     bits = 8 * nbytes / numel / (int(rest.split(",")[0]) if of_updates else 1)
     _, bits_per_byte = bytes_lm.evaluate(module, text[1], CPU)
-    row: dict[str, str | int | float] = {"arm": arm, "seed": seed, "steps": steps, "peak_lr": peak_lr, "beta2": beta2}
+    row: Row = {"arm": arm, "seed": seed, "steps": steps, "peak_lr": peak_lr, "beta2": beta2}
     return row | {"ranks": dist.get_world_size(), "bits_per_byte": f"{bits_per_byte:.4f}", "sent_bits": f"{bits:.3f}"}
-
-
-def run_rank(args: argparse.Namespace) -> None:
-    common.init_process_group()
-    for seed in args.seeds:
-        for arm in args.arms:
-            row = train_once(arm, seed, args.steps, args.peak_lr, args.beta2)
-            if dist.get_rank() == 0:
-                merge_csv(NAME, CPU, [row], KEY)
-                print(f"seed {seed}, {arm}: {row['bits_per_byte']} bits per byte", flush=True)
-    dist.destroy_process_group()
 
 
 def main() -> int:
     args = parse_args()
-    if "LOCAL_RANK" in os.environ:
-        run_rank(args)
-        return 0
-    status = launch_ranks(args.ranks)
-    if status == 0:
-        print(accuracy_table(args.steps, args.peak_lr, args.beta2, args.ranks))
-    return status
+    train = functools.partial(train_once, steps=args.steps, peak_lr=args.peak_lr, beta2=args.beta2)
+    table = functools.partial(accuracy_table, args.steps, args.peak_lr, args.beta2, args.ranks)
+    return run(args, NAME, KEY, args.arms, args.ranks, train, lambda: print(table()))
 
 
 if __name__ == "__main__":
