@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+from gckernels import sync
 from workloads import digest_of
 
 DEFAULT = MixedPrecisionPolicy()
@@ -206,3 +208,27 @@ class Reentrant(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = checkpoint(self.inner, inputs, use_reentrant=True)
         return outputs
+
+
+def conserving(
+    spec: str | None, leaves: bool, form: str, bits: int = 32, topology: tuple[int, int] | None = None
+) -> list[torch.Tensor]:
+    """The shards after steps of SGD, the last of which send what residuals hold; those of a layer that is not used
+    meanwhile come later."""
+    torch.manual_seed(0)
+    model: Any = Straight()
+    split(model, (model.first, model), form)
+    plan_of = functools.partial(sync.uniform_plan, model, topology=topology)
+    attachment = None if spec is None else sync.attach(model, plan_of(spec), residual_bits=bits)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for step in range(18 if leaves else 6):
+        if attachment is not None and step == 4:
+            attachment.change_plan(plan_of("Identity"))
+        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(inputs, uses_all=not leaves or not 4 <= step < 17).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if attachment is not None:
+        assert not attachment.is_changing and not attachment.residual_nbytes()
+        attachment.close()
+    return shards_of(model)

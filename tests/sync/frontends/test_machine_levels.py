@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from gckernels import sync
 from gckernels.sync.programs import SHARDS_OF_LEVELS, AllToAll, Decode, Encode, Level
 from ranks import run_ranks, values_of
-from sharded_models import SETTINGS, Straight, adamw, digest, model_of, shards_of, split, train
+from sharded_models import SETTINGS, adamw, conserving, digest, model_of, shards_of, train
 
 QUANT = "BlockQuant(bits=4)"
 TOPOLOGY = (2, 2)
@@ -55,30 +54,9 @@ def test_bytes_between_machines_and_residuals_are_those_of_a_part():
     assert sum(stats["plain_nbytes"] for ((_, stats),) in each[:2]) == 4 * numels / 2
 
 
-def conserving(spec: str | None, leaves: bool) -> list[torch.Tensor]:
-    """The shards after steps of SGD, the last of which send what residuals hold; those of a layer that is not used
-    meanwhile come later."""
-    torch.manual_seed(0)
-    model: Any = Straight()
-    split(model, (model.first, model), "fsdp")
-    attachment = None if spec is None else sync.attach(model, planned(model, spec))
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    for step in range(18 if leaves else 6):
-        if attachment is not None and step == 4:
-            attachment.change_plan(planned(model, "Identity"))
-        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(inputs, uses_all=not leaves or not 4 <= step < 17).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if attachment is not None:
-        assert not attachment.is_changing and not attachment.residual_nbytes()
-        attachment.close()
-    return shards_of(model)
-
-
 @pytest.mark.parametrize(("spec", "leaves"), [(QUANT, False), (QUANT, True), ("TopK(ratio=0.1)", False)])
 def test_nothing_is_lost(spec, leaves):
-    exact, sent = (values_of(run_ranks(4, conserving, each, leaves)) for each in (None, spec))
+    exact, sent = (values_of(run_ranks(4, conserving, each, leaves, "fsdp", 32, TOPOLOGY)) for each in (None, spec))
     for one, other in zip(exact, sent, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
 

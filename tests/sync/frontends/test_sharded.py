@@ -22,7 +22,18 @@ from gckernels import sync
 from gckernels.sync.frontends.sharded.comms import factor_of
 from gckernels.sync.predictive import searching
 from ranks import run_ranks, values_of
-from sharded_models import SETTINGS, Net, Straight, adamw, digest, fsdp_modules, model_of, shards_of, split, train
+from sharded_models import (
+    SETTINGS,
+    Net,
+    adamw,
+    conserving,
+    digest,
+    fsdp_modules,
+    model_of,
+    shards_of,
+    split,
+    train,
+)
 
 STEPS = 4
 QUANT = "BlockQuant(bits=4)"
@@ -121,27 +132,6 @@ def test_shards_are_sent_to_their_ranks_alone():
             assert plain == 4 * numels / 2, spec
             assert 0 < sent < plain, spec
             assert residuals == (4 * matrices if spec not in ("QSGD", "Cast16") else 0), spec
-
-
-def conserving(spec: str | None, leaves: bool, form: str, bits: int = 32) -> list[torch.Tensor]:
-    """The shards after steps of SGD, the last of which send what residuals hold; those of a layer that is not used
-    meanwhile come later."""
-    torch.manual_seed(0)
-    model: Any = Straight()
-    split(model, (model.first, model), form)
-    attachment = None if spec is None else sync.attach(model, spec, residual_bits=bits)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    for step in range(18 if leaves else 6):
-        if attachment is not None and step == 4:
-            attachment.change_plan(sync.uniform_plan(model, "Identity"))
-        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(inputs, uses_all=not leaves or not 4 <= step < 17).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if attachment is not None:
-        assert not attachment.is_changing and not attachment.residual_nbytes()
-        attachment.close()
-    return shards_of(model)
 
 
 @FORMS
