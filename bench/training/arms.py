@@ -41,7 +41,7 @@ def run(
 
     Args:
         args: the arguments of its parser.
-        name, key: of the table that has the rows.
+        name, key: the name and the key of the table that has the rows.
         arms: what is trained with each seed.
         ranks: the number of ranks.
         train_once: trains an arm with a seed, and returns a row; collective.
