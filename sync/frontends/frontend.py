@@ -290,8 +290,8 @@ class ModelFrontend(ABC):
         return True
 
     def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The averaged parameters whose gradients are sent now."""
-        return self.parameters()
+        """The averaged parameters whose gradients are sent now: those that are not frozen."""
+        return {name: each for name, each in self.parameters().items() if each.requires_grad}
 
     def follow_steps(self, wanted: bool) -> None:  # noqa: B027 (most runtimes see all)
         """Begin or end to watch the steps of a training that the runtime does not see by itself."""

@@ -103,6 +103,10 @@ class DdpFrontend(ModelFrontend):
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._members.existing()
 
+    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """All parameters, because DDP's buckets keep those that were frozen later."""
+        return self.parameters()
+
     # ---------------------------------------------------------------- changes of the plan
 
     def checked(self, request: Request) -> tuple[Plan, list[str]]:

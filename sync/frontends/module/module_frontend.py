@@ -80,10 +80,6 @@ class ModuleFrontend(ModelFrontend):
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._members.registered()
 
-    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are not frozen."""
-        return {name: each for name, each in self.parameters().items() if each.requires_grad}
-
     # ---------------------------------------------------------------- changes of the plan
 
     def checked(self, request: Request) -> tuple[Plan, list[str]]:

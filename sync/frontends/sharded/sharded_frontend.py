@@ -102,10 +102,6 @@ class ShardedFrontend(ModelFrontend):
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return {name: each for group in self._groups for name, each in group.parameters().items()}
 
-    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are not frozen."""
-        return {name: each for name, each in self.parameters().items() if each.requires_grad}
-
     def deliver_to(self, names: Iterable[str]) -> None:
         self._delivers.update(names)
 

@@ -83,10 +83,6 @@ class UpdatesFrontend(ModelFrontend):
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._members.registered()
 
-    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are not frozen."""
-        return {name: each for name, each in self.parameters().items() if each.requires_grad}
-
     @property
     def averages_now(self) -> bool:
         return True
