@@ -320,11 +320,6 @@ class Attachment:
         Raises:
             TypeError: an argument has another type.
         """
-        if not self._frontend.averages_gradients:
-            raise NotImplementedError(
-                "checkpoint: torch.distributed.checkpoint does not take the anchors of average_updates yet; save the "
-                "state_dict of each rank"
-            )
         from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
 
         return Checkpoint(self._saved, reads, key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.compressor import Compressor
 
@@ -13,6 +14,7 @@ from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.ownership import end_spent
 from ..frontends.request import ModuleOptions
 from ..frontends.updates.anchors import PLAIN_MEAN
+from ..frontends.updates.schedule import Schedule
 from ..frontends.updates.updates_frontend import UpdatesFrontend
 from ..frontends.updates.updates_request import Outer, UpdatesRequest
 from ..plans.plan import Frontend, Plan
@@ -26,7 +28,11 @@ def average_updates(
     plan: Plan | Compressor | str,
     *,
     every: int = 1,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float | None = None,
     outer: Outer | None = None,
+    anchor_device: torch.device | str | None = None,
     decay: float | None = None,
     grad_scaler: GradScaler | None = None,
     residual_bits: int = 32,
@@ -55,20 +61,36 @@ def average_updates(
     differ between ranks, so evaluate and save models between rounds. A model that loads a ``state_dict`` later on makes
     the next step raise an error, because the next mean would undo it.
 
-    The attachment counts rounds as steps. Its ``no_sync`` changes nothing, ``exact`` is for rounds that end in it, and
-    updates cannot be discarded. Its state resumes a training bit for bit, also inside a round: it has the parameters of
-    this rank, those with which the round began, the state of ``outer``, and residuals. The training saves the state of
-    ``optimizer``, for each rank. In a job of another size, each rank goes on with the mean of the parameters.
+    With ``fragments`` a round sends the model in parts, one after the other, and with ``delay`` the training goes on
+    until the mean of a part arrives, beside the communication (Streaming DiLoCo, Douillard et al., arXiv:2501.18512)::
+
+        attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=100, fragments=4, delay=5)
+
+    The attachment counts synchronisations as steps, of which a round has one for each fragment. Its ``no_sync`` changes
+    nothing, ``exact`` is for synchronisations that begin in it, and updates cannot be discarded. Its state resumes a
+    training bit for bit, also inside a round: it has the parameters and the state of ``optimizer`` of this rank, the
+    parameters with which the round began, the state of ``outer``, and residuals. In a job of another size, each rank
+    goes on with the means of the parameters and of the states of ``optimizer``.
 
     Args:
-        model: a module with parameters on one device, neither in DistributedDataParallel nor of ``fully_shard``. Frozen
-            parameters are not sent.
+        model: a module with parameters on one device. Frozen parameters are not sent. Ranks of a site may share it, in
+            DistributedDataParallel or by ``fully_shard``, with process groups that are less than all ranks.
         optimizer: the optimizer whose steps count. Changes of the model by others in a round are averaged, too.
         plan: a compressor such as ``EFSignSGD()`` or its spec, or a plan for a bare module, whose steps are rounds.
             Results of compressors must be means.
         every: the number of steps of a round.
+        fragments: the number of parts of the model, with about the same number of bytes, which are sent one after the
+            other in a round. With more than one, the parameters never are the same on all ranks together; those of a
+            fragment are when it arrives.
+        delay: the number of steps between the sending of a fragment and the arrival of its mean, at most
+            ``every // fragments``. Updates of these steps are kept: they are added to the new parameters, and are sent
+            with the next round.
+        mixing: the weight of this rank's own parameters when a mean arrives after a delay; the rest is that of the new
+            ones, to which no updates are added then. By default all updates are kept.
         outer: a function that makes an optimizer of a list of parameters, for which the mean update, from the end of
             the round to its begin, is a gradient. Its parameters have 32 bits or more. By default the mean is added.
+        anchor_device: the device of the parameters with which a round began, and of the state of ``outer``: "cpu" to
+            have them in the memory of the host. By default it is that of the model.
         decay: from 0 to 1, by which residuals are multiplied before they are added to the next update. With 1 nothing
             is lost. The default is what has been best for signs: 0.5 for rounds of one or two steps, and 1 for longer
             ones.
@@ -77,7 +99,8 @@ def average_updates(
         residual_bits: with 8, residuals of element-wise quantisers take a byte per element instead of four.
         seed: the seed of the stochastic compressors.
         start_step: the number of rounds of one step each that come first, and are averaged exactly.
-        process_group: the ranks that average their updates; by default all ranks.
+        process_group: the ranks that average their updates; by default all ranks. For models of ``fully_shard``, one
+            rank of each site, all with the same shards.
 
     Returns:
         The attachment. It has the figures and the state for checkpoints; ``close`` ends it.
@@ -88,6 +111,8 @@ def average_updates(
     """
     if not dist.is_initialized():
         raise RuntimeError("average_updates: torch.distributed is not initialised; call init_process_group first")
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # names are those of the module, as elsewhere
     averaging, everyone = UpdatesFrontend.groups(model, process_group)
     request = UpdatesRequest(
         Frontend.MODULE,
@@ -106,7 +131,9 @@ def average_updates(
         ModuleOptions(process_group),
         decay=_default_decay(every) if decay is None else decay,
         optimizer=optimizer,
-        every=every,
+        schedule=Schedule(every, fragments, delay),
+        mixing=mixing,
+        anchor_device=None if anchor_device is None else torch.device(anchor_device),
         outer=PLAIN_MEAN if outer is None else outer,
         scaler=grad_scaler,
     )

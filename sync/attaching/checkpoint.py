@@ -30,14 +30,16 @@ from torch.distributed.tensor import DTensor, Shard, full
 from ..communication.agreement import agreed
 from ..communication.collectives import all_gather
 from ..engine.runtime import Runtime
+from ..frontends.frontend import UPDATES
 from ..plans.plan import UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
 from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.dcp_guard import Refusal, refuse_to_be_deeper
 from ..states.header import GROUP, HEADER, PARKED, find_headers, name_of_group, own_group, parse, text_of
-from ..states.jobs import Job
+from ..states.jobs import AVERAGED, Job
 from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
 from ..states.resharding import check_fit, route
+from .rank_states import loaded_states, saved_states, state_targets
 from .saved_states import SavedStates
 from .saving import SavedTraining
 
@@ -102,17 +104,21 @@ class Checkpoint:
             return
         runtime = self._runtime
 
-        def check() -> tuple[tuple[_SpreadJob, Callable[[], None]], list[str]]:
+        def check() -> tuple[tuple[_SpreadJob, list[Callable[[], None]]], list[str]]:
             inner = [each for name, each in state_dict.items() if name.startswith(GROUP)]
             state = inner[0] if len(state_dict) == len(inner) == 1 else state_dict
             job = parse(state.get(HEADER))
             check_fit(job.plan, runtime.plan)
             loaded = self._loaded(job, state)
-            return (loaded, self._training.read_notes(loaded)), [state[HEADER]]
+            takes = [self._training.read_notes(loaded)]
+            if ranks := self._states(job):
+                takes.append(self._training.read_own(loaded_states(state, ranks)))
+            return (loaded, takes), [state[HEADER]]
 
-        job, take_notes = agreed("load", runtime.group, runtime.device, check)
+        job, takes = agreed("load", runtime.group, runtime.device, check)
         runtime.take_over(job)
-        take_notes()
+        for take in takes:
+            take()
         self._reads = None  # from now on the object is for saving
 
     __create_write_items__ = refuse_to_be_deeper
@@ -121,6 +127,7 @@ class Checkpoint:
 
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
+        own = saved_states(self._training.own(), runtime.rank)
         state = runtime.state_dict(_CPU)
         parking = self._training.parking
         parts, sizes = parking.state_dict(_CPU), parking.sizes
@@ -132,7 +139,7 @@ class Checkpoint:
         mesh = self._mesh()
         for kind, key, width, values in rows:
             found.setdefault(kind, {})[key] = DTensor.from_local(_row(values, width), mesh, [_ROWS])
-        return found | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
+        return found | own | {kind: feedback[kind] for kind in FACTORS if feedback[kind]}
 
     # ---------------------------------------------------------------- loading
 
@@ -167,7 +174,15 @@ class Checkpoint:
             found.setdefault(kind, {})[key] = rows
         for kind, key, numel in self._factors(job):
             found.setdefault(kind, {})[key] = torch.full((numel,), _UNREAD, dtype=torch.float32, device="cpu")
-        return found
+        return found | (state_targets(states) if (states := self._states(job)) else {})
+
+    def _states(self, job: Job) -> range:
+        """The ranks whose states of front ends this rank reads: itself, or all of a job with another number of ranks;
+        none if the job has none."""
+        rank, ranks = self._runtime.rank, job.topology.world_size
+        if job.notes.get(AVERAGED) != UPDATES:
+            return range(0)
+        return range(rank, rank + 1) if ranks == self._runtime.world_size else range(ranks)
 
     def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
         """The job in the loaded ``state_dict``; raises :class:`ValueError` unless that is complete."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..communication.agreement import agreed
 from ..engine.runtime import Runtime
 from ..frontends.changes import PlanChanges
-from ..frontends.frontend import ModelFrontend
+from ..frontends.frontend import GRADIENTS, ModelFrontend
 from ..frontends.parking import Parking
 from ..plans.plan import Plan
-from ..states.jobs import Job
+from ..states.jobs import AVERAGED, Job
 from ..stats.history import Journal
 from ..stats.stats import Figures
 from ..tuning.tuning import Tuning
@@ -43,8 +43,20 @@ class SavedTraining:
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank."""
         parked = self.parking.state_dict()
-        own = self._frontend.state_dict()
+        own = self.own()
         return self.runtime.state_dict() | ({"parked": parked} if parked else {}) | own | self.notes()
+
+    def own(self) -> dict[str, Any]:
+        """The state of the front end on this rank, beside that of its runtime. It waits for what is on its way."""
+        return self._frontend.state_dict()
+
+    def read_own(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
+        """A function that continues from a state of :meth:`own`, or from those of all ranks, with their ranks.
+
+        Raises:
+            ValueError: a state is damaged, or does not fit the model.
+        """
+        return self._frontend.read(states)
 
     def load_state_dict(self, state: Any, together: bool = False) -> None:
         """Continue from a state, or from those of all ranks.
@@ -73,7 +85,7 @@ class SavedTraining:
         residuals."""
         job = self.runtime.read(state)
         take_notes = self.read_notes(job)
-        take_own = self._frontend.read(state if isinstance(state, list | tuple) else [state])
+        take_own = self.read_own(state if isinstance(state, list | tuple) else [state])
 
         def take() -> None:
             take_notes()
@@ -89,15 +101,20 @@ class SavedTraining:
 
     def notes(self) -> dict[str, str]:
         """The texts of a checkpoint, beside what the runtime keeps."""
-        return {"journal": self._figures.journal.to_text()} | ({} if self.tuning is None else self.tuning.notes())
+        averaged = self._frontend.averaged
+        texts = {"journal": self._figures.journal.to_text()} | ({} if averaged == GRADIENTS else {AVERAGED: averaged})
+        return texts | ({} if self.tuning is None else self.tuning.notes())
 
     def read_notes(self, job: Job) -> Callable[[], None]:
         """A function that continues from the texts of a saved job, and from what it has parked, after its plan and its
         residuals.
 
         Raises:
-            ValueError: a text is damaged, or something is parked of no parameter.
+            ValueError: a text is damaged, or of another kind of training, or something is parked of no parameter.
         """
+        saved, averaged = job.notes.get(AVERAGED, GRADIENTS), self._frontend.averaged
+        if saved != averaged:
+            raise ValueError(f"state: of a training that averages {saved}, and this one averages {averaged}")
         take_parked = self.parking.read(job)
         text, figures = job.notes.get("journal"), self._figures
         journal = figures.journal if text is None else Journal.from_text(text)

@@ -25,7 +25,7 @@ from ..engine.runtime import Runtime
 from ..plans.builders import resumable
 from ..plans.plan import Plan
 from .budget import Room, require_room
-from .frontend import ModelFrontend
+from .frontend import GRADIENTS, ModelFrontend
 from .optimizers import OptimizerWatches
 from .parking import Parking
 from .request import Request
@@ -180,7 +180,7 @@ class PlanChanges:
         def check() -> tuple[Runtime, list[str]]:
             if not frontend.is_open:
                 raise RuntimeError("discard_step: it is closed")
-            if not frontend.averages_gradients:
+            if frontend.averaged != GRADIENTS:
                 raise RuntimeError("discard_step: updates are part of the parameters, and cannot be discarded")
             if (problem := frontend.runtime.problem) is not None:
                 raise problem
@@ -201,7 +201,7 @@ class PlanChanges:
 
     def _watch(self) -> None:
         """Watch the optimizers that use gradients which the plan that runs has averaged."""
-        if self._frontend.averages_gradients:
+        if self._frontend.averaged == GRADIENTS:
             self._optimizers.watch(self.plan, self._frontend.parameters())
 
     def _made(self, make: Callable[[], T]) -> T | None:

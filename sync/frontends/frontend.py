@@ -63,8 +63,8 @@ def _nothing(*_: object) -> None:
     pass
 
 
-UPDATES = "updates"
-"""The name under which states have what front ends of updates keep."""
+GRADIENTS, UPDATES = "gradients", "updates"
+"""The names of what front ends average; under the latter, states have what front ends of updates keep."""
 NO_CALLS = FrontendCalls(_nothing, _nothing, _nothing, _nothing)
 """The functions that a front end calls while it has no attachment, which do nothing."""
 
@@ -81,7 +81,7 @@ class ModelFrontend(ABC):
 
     Attributes:
         kind: the kind of model that it serves.
-        averages_gradients: whether an optimizer uses what it averages. Otherwise optimizers make it, before.
+        averaged: what it averages. Optimizers use gradients, and make updates.
         group: all ranks of the model, which agree with each other.
         rank: the rank of this process among them.
         device: the device of the gradients.
@@ -93,7 +93,7 @@ class ModelFrontend(ABC):
     """
 
     kind: ClassVar[Frontend]
-    averages_gradients: ClassVar[bool] = True
+    averaged: ClassVar[str] = GRADIENTS
     runtime: Runtime
     averaged_nbytes: int
 
@@ -256,10 +256,8 @@ class ModelFrontend(ABC):
             states: the state of this rank, or those of all ranks of a job.
 
         Raises:
-            ValueError: the states are of another kind of training, or do not fit the model.
+            ValueError: the states do not fit the model.
         """
-        if any(UPDATES in state for state in states):
-            raise ValueError("state: saved by average_updates, with residuals of updates and not of gradients")
         return _nothing
 
     # ---------------------------------------------------------------- for some models only

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .checks.models import ddp_parameters
@@ -95,19 +96,31 @@ def end_spent(model: torch.nn.Module) -> None:
             claim.end()
 
 
-def refuse_wrapped(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise a ValueError that names a parameter if a DDP model without an attachment averages it."""
+def refuse_wrapped(
+    caller: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    advice: str = "attach to that model",
+    over: Collection[int] = (),
+) -> None:
+    """Raise a ValueError that names a parameter if a DDP model without an attachment averages it.
+
+    Args:
+        caller: the function that was called, for errors.
+        parameters: the parameters, by name.
+        advice: the end of the message.
+        over: ranks of the job. Only a DDP model over all of these is refused.
+    """
 
     def wrapped() -> Iterator[str]:
         names = {id(parameter): name for name, parameter in parameters.items()}
         for ddp_model in _ddp_models():
-            yield from (names[id(each)] for each in ddp_parameters(ddp_model).values() if id(each) in names)
+            found = [names[id(each)] for each in ddp_parameters(ddp_model).values() if id(each) in names]
+            if found and (not over or set(over) <= set(dist.get_process_group_ranks(ddp_model.process_group))):
+                yield found[0]
 
     name = _confirmed(wrapped)
     if name is not None:
-        raise ValueError(
-            f"{caller}: parameter {name} is averaged by a DistributedDataParallel model, too; attach to that model"
-        )
+        raise ValueError(f"{caller}: parameter {name} is averaged by a DistributedDataParallel model, too; {advice}")
 
 
 def _confirmed(find: Callable[[], Iterator[str]]) -> str | None:

@@ -18,7 +18,9 @@ from .layout import FACTORS, RankState, kept_regions, max_sizes, residual_sizes,
 
 MAX_STEPS = 2**48
 """Upper bound of the integers in a state; no training has as many steps."""
-NOTES = ("journal", "tuning")
+AVERAGED = "averaged"
+"""The name of a text in states: what the training averages, if that is not gradients."""
+NOTES = ("journal", "tuning", AVERAGED)
 """The names of texts that a state may have beside what residuals need: figures of the training, and its tuning."""
 
 

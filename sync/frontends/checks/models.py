@@ -83,6 +83,14 @@ def refuse_without_values(caller: str, parameters: Mapping[str, torch.nn.Paramet
             )
 
 
+def refuse_several_devices(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise a ValueError if the parameters are not all on one device."""
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"{caller}: model must be on one device, its parameters are on {found}")
+
+
 def why_uncompressed(parameters: Mapping[str, torch.nn.Parameter]) -> str:
     """The reason why no compressor takes any of the parameters, as a clause; empty if one takes some of them."""
     dtypes = {in_reals(parameter).dtype for parameter in parameters.values()}

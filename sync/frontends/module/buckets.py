@@ -83,17 +83,23 @@ class Slot:
             return
         refuse_sparse_gradient(self.name, grad)
         if self._has(grad):
-            if scale_all:
-                self.view.mul_(share)
+            self.scale(share, all_reduced)
+            return
+        self._refuse_converted(grad)
+        if scale_all:
+            torch.mul(grad, share, out=self.view)
         else:
-            self._refuse_converted(grad)
-            if scale_all:
-                torch.mul(grad, share, out=self.view)
-            else:
-                self.view.copy_(grad)
-        if not scale_all:
-            for unit in self.reduced:
-                unit.mul_(share)
+            self.view.copy_(grad)
+            self.scale(share, all_reduced)
+
+    def scale(self, share: float, all_reduced: bool) -> None:
+        """Multiply what is averaged without compression by a factor, in the bucket.
+
+        Args:
+            share, all_reduced: as for :meth:`collect`.
+        """
+        for part in [self.view] if all_reduced or self.is_reduced else self.reduced:
+            part.mul_(share)
 
     def _refuse_converted(self, grad: torch.Tensor) -> None:
         now, before = ((each.dtype, each.device, each.shape) for each in (grad, self.view))

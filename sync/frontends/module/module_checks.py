@@ -9,7 +9,7 @@ import torch
 
 from ...plans.arguments import differentiable
 from ...plans.plan import Plan
-from ..checks.models import refuse_sharded, refuse_sparse_parameters, refuse_without_memory
+from ..checks.models import refuse_several_devices, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from ..checks.optimizer_checks import refuse_steps_in_backward
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
@@ -48,10 +48,7 @@ def parameters_of(caller: str, model: torch.nn.Module) -> dict[str, torch.nn.Par
     if not parameters:
         raise ValueError(f"{caller}: model has no parameters that can have a gradient")
     refuse_without_memory(caller, parameters)
-    devices = {parameter.device for parameter in parameters.values()}
-    if len(devices) > 1:
-        found = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"{caller}: model must be on one device, its parameters are on {found}")
+    refuse_several_devices(caller, parameters)
     return parameters
 
 

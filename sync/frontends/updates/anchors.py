@@ -6,15 +6,15 @@ bits in the parameter the anchor keeps the rest. So means of small updates add u
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...plans.strides import grad_strides
 from ..members import Members
+from .optimizer_states import check_optimizer, copied
 from .updates_request import Outer
 
 PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
@@ -25,34 +25,46 @@ class Anchors:
     """The anchors of a model, and the outer optimizer that moves them.
 
     Args:
-        parameters: the parameters of the model, by name, the same on all ranks.
+        parameters: the values of the parameters of the model, by name, the same on all ranks.
         outer: makes the outer optimizer.
+        device: the memory in which anchors and the state of the outer optimizer lie; that of the parameters if
+            ``None``.
 
     Attributes:
-        values: the anchors, by name. Their gradients are the means of the updates, with the sign of gradients.
+        values: the anchors, by name.
         members: their forms, and references to them.
         outer: the outer optimizer.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], outer: Outer) -> None:
-        self.values = {name: _anchor(parameter) for name, parameter in parameters.items()}
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], outer: Outer, device: torch.device | None = None
+    ) -> None:
+        self.values = {name: _anchor(each, device or each.device) for name, each in parameters.items()}
         self.members = Members(torch.nn.ParameterList(self.values.values()), self.values)
         self.outer = outer(list(self.values.values()))
 
     def begin(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """The value with which a parameter has begun the round, in its own dtype."""
-        return self.values[name].detach().to(parameter.dtype)
+        """The value with which a parameter has begun the round, in its own dtype and on its device."""
+        return self.values[name].detach().to(parameter)
+
+    @torch.no_grad()
+    def move(self, means: Mapping[str, torch.Tensor]) -> None:
+        """Let the outer optimizer move some anchors by the means of their updates, which have the sign of gradients.
+        It leaves all others alone."""
+        for name, mean in means.items():
+            self.values[name].grad = mean.detach().to(self.values[name])
+        self.outer.step()
+        for name in means:
+            self.values[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the anchors, and the state of the outer optimizer."""
-        anchors = {name: anchor.detach().clone() for name, anchor in self.values.items()}
-        return {"anchors": anchors, "outer": copy.deepcopy(self.outer.state_dict())}
+        return {"anchors": copied(self.values), "outer": copied(self.outer.state_dict())}
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise a ValueError unless :meth:`load` may be given a state."""
         check_tensors("anchors", state.get("anchors"), self.values)
-        if _sizes(state.get("outer")) != _sizes(self.outer.state_dict()):
-            raise ValueError(f"state: outer must be of {type(self.outer).__name__} with the same parameter groups")
+        check_optimizer("outer", state.get("outer"), self.outer)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -62,9 +74,11 @@ class Anchors:
         self.outer.load_state_dict(state["outer"])
 
 
-def _anchor(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+def _anchor(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    values = torch.empty_strided(parameter.shape, grad_strides(parameter), dtype=dtype, device=parameter.device)
+    is_pinned = device.type == "cpu" and parameter.is_cuda  # the device copies from there by itself
+    strides = grad_strides(parameter)
+    values = torch.empty_strided(parameter.shape, strides, dtype=dtype, device=device, pin_memory=is_pinned)
     return torch.nn.Parameter(values.copy_(parameter.detach()))
 
 
@@ -76,14 +90,3 @@ def check_tensors(what: str, found: Any, expected: Mapping[str, torch.Tensor]) -
         or {name: tuple(getattr(each, "shape", ())) for name, each in found.items()} != shapes
     ):
         raise ValueError(f"state: {what} must have a tensor for each parameter of the model, of the same shape")
-
-
-def mean_of(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean of the tensors of all ranks, by name."""
-    return {name: functools.reduce(torch.add, (each[name] / len(states) for each in states)) for name in states[0]}
-
-
-def _sizes(state: Any) -> list[int] | None:
-    """The number of parameters in each group of an optimizer's state; ``None`` for anything else."""
-    groups = state.get("param_groups") if isinstance(state, dict) else None
-    return None if groups is None else [len(group["params"]) for group in groups]

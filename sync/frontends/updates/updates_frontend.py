@@ -1,8 +1,9 @@
 """The front end that averages updates: what optimizer steps on each rank have changed of the parameters.
 
 :class:`UpdatesFrontend` measures the update of a round, which has a number of optimizer steps, from the anchors. It is
-averaged in the buckets of a bare module, where gradients would lie: anchors take the place of the parameters there. The
-outer optimizer moves the anchors by the mean, and they become the parameters of the next round.
+averaged in the buckets of a bare module, where gradients would lie. The outer optimizer moves the anchors by the mean,
+and they become the parameters of the next round. A round may send the model in fragments, one after the other, and the
+training may go on for some steps until their means arrive.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed.utils import _sync_module_states
+import torch.distributed as dist
 
-from ...engine.failures import FailedBucket
 from ...engine.runtime import Runtime
 from ...plans.arguments import differentiable
 from ...plans.plan import Frontend, Plan
+from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
 from ..frontend import UPDATES, ModelFrontend
 from ..members import Members
 from ..module.buckets import Bucket
 from ..module.layouts import Layouts
-from ..ownership import refuse_wrapped
 from ..request import Request
-from .anchors import Anchors, check_tensors, mean_of
+from .anchors import Anchors, check_tensors
+from .arrivals import Arrival
+from .optimizer_states import check_optimizer, copied, mean_of
 from .optimizer_steps import OptimizerSteps
+from .schedule import Schedule, cut_fragments
+from .site_parameters import own_parameters, values_of, with_elements
 from .updates_request import UpdatesRequest, checked_plan, fitting
 
 _BUCKET_NBYTES = 25 * 2**20
@@ -38,17 +42,19 @@ class UpdatesFrontend(ModelFrontend):
     of rank 0."""
 
     kind = Frontend.MODULE
-    averages_gradients: ClassVar[bool] = False
+    averaged: ClassVar[str] = UPDATES
     checked_plan = staticmethod(checked_plan)
     request: UpdatesRequest
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: UpdatesRequest) -> None:
         super().__init__(model, plan, request)
-        parameters = differentiable(model.named_parameters())
-        self._members = Members(model, parameters)
-        _sync_module_states(model, self.group, _BROADCAST_NBYTES, 0, set())
-        self._anchors = Anchors(parameters, request.outer)
+        self._members = Members(model, differentiable(model.named_parameters()))
+        values = {name: values_of(each) for name, each in own_parameters(model).items()}
+        states = [*values.values(), *(each.detach() for each in model.buffers())]
+        dist._broadcast_coalesced(self.group, states, _BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
+        self._anchors = Anchors(values, request.outer, request.anchor_device)
         self._taken = 0  # steps of the round that runs
+        self._arriving: Arrival | None = None
         self._has_loaded, self._has_begun = False, False
         self._take(self.new_runtime(plan))
 
@@ -70,6 +76,7 @@ class UpdatesFrontend(ModelFrontend):
         """Average nothing any more. The parameters stay as they are, those of this rank alone in the middle of a
         round."""
         super().close()
+        self._arriving = None
         self._layouts.close()
 
     @property
@@ -81,7 +88,14 @@ class UpdatesFrontend(ModelFrontend):
         return self._members.have_changed
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return self._members.registered()
+        return with_elements(self._members.registered())
+
+    def numels(self) -> dict[str, int]:
+        return {name: in_reals(each).numel() for name, each in self._values().items()}
+
+    def _values(self) -> dict[str, torch.Tensor]:
+        """The values of the parameters that this rank has, by name."""
+        return {name: values_of(each) for name, each in self.parameters().items()}
 
     @property
     def averages_now(self) -> bool:
@@ -105,6 +119,8 @@ class UpdatesFrontend(ModelFrontend):
         before = self._layouts
 
         def install() -> None:
+            if self._arriving is not None:
+                self._arriving.wait()
             self._take(runtime)
             before.close()
 
@@ -113,7 +129,9 @@ class UpdatesFrontend(ModelFrontend):
     def _take(self, runtime: Runtime) -> None:
         """Let a runtime average the updates from now on."""
         runtime.first_is_dense = False
-        self.runtime, self._layouts = runtime, Layouts(runtime, self._anchors.members, _BUCKET_NBYTES)
+        numels, fragments = self.numels().values(), self.request.schedule.fragments
+        nbytes = min(_BUCKET_NBYTES, 4 * sum(numels) // fragments) if fragments > 1 else _BUCKET_NBYTES
+        self.runtime, self._layouts = runtime, Layouts(runtime, self._anchors.members, nbytes)
         self._buckets, self._trained = list[Bucket](), frozenset[str]()
         self._lay_out()
 
@@ -125,10 +143,9 @@ class UpdatesFrontend(ModelFrontend):
         """
         trained = self._members.trained()
         if trained is not self._trained:
-            self._buckets, self._trained = self._layouts.of(trained), trained
-            self.averaged_nbytes = sum(bucket.vector.nbytes for bucket in self._buckets)
-            for anchor in self._anchors.values.values():
-                anchor.grad = None  # the outer optimizer leaves frozen ones alone
+            self._buckets, self._trained = self._layouts.of(trained.intersection(self._anchors.values)), trained
+            nbytes = sum(bucket.vector.nbytes for bucket in self._buckets)
+            self.averaged_nbytes = nbytes // self.request.schedule.fragments
 
     # ---------------------------------------------------------------- steps
 
@@ -139,7 +156,7 @@ class UpdatesFrontend(ModelFrontend):
         """Raise a RuntimeError if the model has loaded other parameters, which the next mean would undo."""
         if self._has_loaded:
             begins = self._taken == 0 and all(
-                torch.equal(self._anchors.begin(name, each), each) for name, each in self.parameters().items()
+                torch.equal(self._anchors.begin(name, each), each) for name, each in self._values().items()
             )
             if not begins:
                 raise RuntimeError(
@@ -151,79 +168,116 @@ class UpdatesFrontend(ModelFrontend):
 
     @torch.no_grad()
     def _after_step(self) -> None:
-        """Count a step, and end the round if it was the last one. Exact rounds at the start have one step each."""
+        """Count a step. Let a fragment arrive if it is time, and send the next one. Exact rounds at the start have one
+        step each, and send all fragments together."""
         self._taken += 1
-        if self._taken >= (1 if self.runtime.step < self.runtime.start_step else self.request.every):
-            self._average()
+        if (arriving := self._arriving) is not None:
+            arriving.left -= 1
+            if arriving.left <= 0:
+                self._arrive(arriving)
+        starts = self.runtime.step < self.runtime.start_step
+        schedule = Schedule() if starts else self.request.schedule
+        number = schedule.sent_after(self._taken)
+        if self._taken >= schedule.every:
             self._taken = 0
-            self.calls.end_step(True)
+        if number is not None:
+            self._send(schedule, number)
 
-    def _average(self) -> None:
-        """Replace the parameters by the anchors, moved by the mean of the updates."""
+    def _send(self, schedule: Schedule, number: int) -> None:
+        """Send a fragment; without a delay wait for its mean."""
         if (problem := self.runtime.problem) is not None:
             raise problem
         if not self._has_begun:
-            refuse_wrapped(self.request.caller, self.parameters())  # the model may have been since
+            self.request.refuse_averaged(self.parameters())  # the model may have been wrapped since
             self._has_begun = True
         runtime, references = self.runtime, self._members.references
         self._lay_out()
-        messages = [bucket.messages.now() for bucket in self._buckets]
+        buckets = cut_fragments(self._buckets, schedule.fragments)[number]
+        messages = [bucket.messages.now() for bucket in buckets]
         runtime.unused.begin()
         runtime.begin_step()
-        futures = []
-        for bucket, built in zip(self._buckets, messages, strict=True):
-            self._measure(bucket)
+        futures, means, sent = [], dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for bucket, built in zip(buckets, messages, strict=True):
+            means |= self._measure(bucket)
             futures.append(runtime.submit(built, bucket.vector))
         runtime.end_step()
-        for future in futures:
-            outcome = future.wait()
-            if isinstance(outcome, FailedBucket):
-                raise outcome.error
-        self._anchors.outer.step()
-        for name in self._trained:
-            if (parameter := references[name]()) is not None:
-                parameter.copy_(self._anchors.values[name])
+        if schedule.delay and self.request.mixing is None:
+            sent = {name: values_of(each).clone() for name in means if (each := references[name]()) is not None}
+        self._arriving = Arrival(means, sent, schedule.delay, futures)
+        if not schedule.delay:
+            self._arrive(self._arriving)
 
-    def _measure(self, bucket: Bucket) -> None:
-        """Write the updates of a bucket into it, with the sign of gradients."""
+    def _measure(self, bucket: Bucket) -> dict[str, torch.Tensor]:
+        """Write the updates of a bucket into it, with the sign of gradients, and return those by name."""
         bucket.begin()
+        updates = {}
         for slot in bucket.slots:
-            parameter, anchor = self._members.references[slot.name](), self._anchors.values[slot.name]
+            parameter = self._members.references[slot.name]()
             if parameter is None or slot.name not in bucket.expected:
                 slot.view.zero_()
                 continue
-            torch.sub(self._anchors.begin(slot.name, parameter), parameter.to(anchor.dtype), out=slot.view)
-            slot.hand_out()
-            self.calls.deliver(slot.name, anchor)
-            slot.collect(self.runtime.share, all_reduced=self.runtime.is_exact)
+            values = values_of(parameter)
+            torch.sub(self._anchors.begin(slot.name, values), values.to(slot.view.dtype), out=slot.view)
+            update = slot.view.detach()
+            update.grad = slot.view
+            self.calls.deliver(slot.name, update)
+            slot.scale(self.runtime.share, all_reduced=self.runtime.is_exact)
+            updates[slot.name] = slot.view
+        return updates
+
+    def _arrive(self, arriving: Arrival) -> None:
+        """Move the anchors of a fragment by its means, and replace the parameters by them. Steps since the fragment was
+        sent are added, or mixed in."""
+        arriving.wait()
+        self._anchors.move(arriving.means)
+        mixing, is_late = self.request.mixing, bool(self.request.schedule.delay)
+        for name in arriving.means:
+            if (parameter := self._members.references[name]()) is None:
+                continue
+            values = values_of(parameter)
+            anchor = self._anchors.values[name].detach().to(values.device)
+            if name in arriving.sent:
+                anchor = anchor + (values.to(anchor.dtype) - arriving.sent[name].to(anchor.dtype))
+            elif is_late and mixing is not None:
+                anchor = torch.lerp(anchor, values.to(anchor.dtype), mixing)
+            values.copy_(anchor)
+        self._arriving = None
+        self.calls.end_step(True)
 
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The anchors and the outer optimizer; in the middle of a round its position, and the parameters."""
-        own = self.parameters() if self._taken else {}
-        parameters = {name: each.detach().clone() for name, each in own.items()}
-        return {UPDATES: {"taken": self._taken, "parameters": parameters} | self._anchors.state_dict()}
+        """The anchors and the outer optimizer, the optimizer of this rank, the position in the round, and parameters
+        that are not those of the anchors."""
+        arriving = None if self._arriving is None else self._arriving.state_dict()
+        differ = self._taken or arriving is not None or self.request.schedule.fragments > 1
+        own = {"taken": self._taken, "arriving": arriving, "parameters": copied(self._values() if differ else {})}
+        own["optimizer"] = copied(self.request.optimizer.state_dict())
+        return {UPDATES: own | self._anchors.state_dict()}
 
     def read(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
+        parameters, optimizer = self._values(), self.request.optimizer
         found: dict[int, Any] = {state["rank"]: state.get(UPDATES) for state in states}
         for rank, saved in found.items():
             if not isinstance(saved, dict) or type(saved.get("taken")) is not int or saved["taken"] < 0:
                 raise ValueError(f"state: of rank {rank}: {UPDATES} must be a dict of average_updates")
             self._anchors.check(saved)
-            check_tensors("parameters", saved.get("parameters"), self.parameters() if saved["taken"] else {})
+            check_optimizer("optimizer", saved.get("optimizer"), optimizer)
+            differ = saved["taken"] or saved.get("arriving") is not None or saved.get("parameters")
+            check_tensors("parameters", saved.get("parameters"), parameters if differ else {})
         each = [found[rank] for rank in sorted(found)]
         if len({saved["taken"] for saved in each}) > 1:
             raise ValueError("states: the ranks are not at the same step of a round")
         is_same = len(states) == 1 or len(states) == self.runtime.world_size
-        one = found.get(self.rank, each[0]) if is_same else each[0]
-        own = one["parameters"] if is_same else mean_of([saved["parameters"] for saved in each])
+        one = found.get(self.rank, each[0]) if is_same else mean_of(each)
+        arriving = None if one.get("arriving") is None else Arrival.read(one["arriving"], parameters)
 
         @torch.no_grad()
         def take() -> None:
             self._anchors.load(one)
-            for name, parameter in self.parameters().items():
-                parameter.copy_(own.get(name, self._anchors.values[name].detach()))
-            self._taken, self._has_loaded = one["taken"], False
+            optimizer.load_state_dict(one["optimizer"])
+            for name, parameter in parameters.items():
+                parameter.copy_(one["parameters"].get(name, self._anchors.values[name].detach()))
+            self._taken, self._arriving, self._has_loaded = one["taken"], arriving, False
 
         return take

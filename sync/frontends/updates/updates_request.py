@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
 from ...plans.plan import Plan
-from ..checks.models import sharded_frontend
-from ..module.module_checks import frozen_lines, parameters_of, planned_of
+from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
+from ..module.module_checks import frozen_lines, planned_of
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
+from .schedule import Schedule
+from .site_parameters import own_parameters, shard_lines, values_of
 
 Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
@@ -28,8 +30,10 @@ class UpdatesRequest(Request):
     alternatives: ClassVar[str] = "a Plan"
 
     optimizer: torch.optim.Optimizer
-    every: int
+    schedule: Schedule
+    mixing: float | None
     outer: Outer
+    anchor_device: torch.device | None
     scaler: GradScaler | None
 
     def check(self, parameters: dict[str, torch.nn.Parameter]) -> str:
@@ -41,7 +45,8 @@ class UpdatesRequest(Request):
         Raises:
             TypeError, ValueError: an argument is not valid.
         """
-        optimizer, every, decay, scaler = self.optimizer, self.every, self.decay, self.scaler
+        optimizer, schedule, mixing = self.optimizer, self.schedule, self.mixing
+        decay, scaler = self.decay, self.scaler
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"{self.caller}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
@@ -51,8 +56,11 @@ class UpdatesRequest(Request):
         stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
         if stepped.isdisjoint(map(id, parameters.values())):
             raise ValueError(f"{self.caller}: optimizer must have parameters of the model, and has none of them")
-        if type(every) is not int or every < 1:
-            raise ValueError(f"{self.caller}: every must be an int from 1 up, got {every!r}")
+        schedule.check(self.caller)
+        if not (mixing is None or (isinstance(mixing, int | float) and 0 <= mixing <= 1)):
+            raise ValueError(f"{self.caller}: mixing must be None or a number from 0 to 1, got {mixing!r}")
+        if mixing is not None and not schedule.delay:
+            raise ValueError(f"{self.caller}: mixing is for parameters that change in a delay, and delay is 0")
         if not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise ValueError(f"{self.caller}: decay must be a number from 0 to 1, got {decay!r}")
         if not (scaler is None or isinstance(scaler, GradScaler)):
@@ -66,24 +74,31 @@ class UpdatesRequest(Request):
                 f"such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), got "
                 f"{type(self.outer if made is self.outer else made).__name__}"
             )
-        return f"every {every}, decay {decay}, outer {' '.join(repr(made).split())}"
+        return f"{schedule}, mixing {mixing}, decay {decay}, outer {' '.join(repr(made).split())}"
+
+    def refuse_averaged(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        """Raise a ValueError if DistributedDataParallel averages gradients over all ranks that average updates."""
+        advice = (
+            "over all ranks that average updates; give the module without that wrapper, or let DistributedDataParallel "
+            "average inside a site alone"
+        )
+        if len(ranks := dist.get_process_group_ranks(self.group)) > 1:
+            refuse_wrapped(self.caller, parameters, advice, ranks)
 
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
     """The plan of a request for a model, and the texts that must be the same on all ranks."""
+    assert isinstance(request, UpdatesRequest)
     caller = request.caller
-    if any(isinstance(each, DistributedDataParallel) for each in model.modules()):
-        raise TypeError(
-            f"{caller}: model must not be in DistributedDataParallel, which averages gradients in every step; give the "
-            "module itself, without that wrapper"
-        )
-    if sharded_frontend(model) is not None:
-        raise TypeError(
-            f"{caller}: model must not be of fully_shard or replicate, whose gradients are averaged in every step"
-        )
-    parameters = parameters_of(caller, model)
+    refuse_sharded(caller, model)
+    parameters = own_parameters(model)
+    if not parameters:
+        raise ValueError(f"{caller}: model has no parameters that can have a gradient")
+    refuse_without_shape(caller, parameters)
+    refuse_without_values(caller, parameters)
+    refuse_several_devices(caller, parameters)
     refuse_claimed(caller, parameters)
-    refuse_wrapped(caller, parameters)
+    request.refuse_averaged(parameters)
     return fitting(request, parameters)
 
 
@@ -91,11 +106,13 @@ def fitting(request: Request, parameters: dict[str, torch.nn.Parameter]) -> tupl
     """The plan of a request for some parameters, and the texts that must be the same on all ranks."""
     assert isinstance(request, UpdatesRequest)
     settings = request.check(parameters)
-    plan, summary = request.checked(planned_of(request.plan, parameters))
+    shards = shard_lines(request.caller, parameters, request.group)
+    values = {name: torch.nn.Parameter(values_of(each), each.requires_grad) for name, each in parameters.items()}
+    plan, summary = request.checked(planned_of(request.plan, values))
     for unit in plan.units:
         if not unit.compressor.traits.averages or unit.compressor.traits.applies_momentum:
             raise ValueError(
                 f"{request.caller}: plan must have compressors whose result is the mean of what they are given, got "
                 f"{unit.compressor} for {unit.key}"
             )
-    return plan, [f"{summary}, {settings}", *plan.lines(), *frozen_lines(parameters)]
+    return plan, [f"{summary}, {settings}", *shards, *plan.lines(), *frozen_lines(parameters)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from gckernels import EFSignSGD, sync
@@ -119,18 +121,19 @@ def damaged() -> None:
     gradients = sync.attach(model, EFSignSGD())
     model(model.batch(0, 0)).backward()
     model(model.batch(0, 0)).backward()
-    _raises(ValueError, "saved by average_updates", gradients.load_state_dict, state)
+    _raises(ValueError, "that averages updates, and this one averages gradients", gradients.load_state_dict, state)
     of_gradients = gradients.state_dict()
     gradients.close()
     attachment = sync.average_updates(model, optimizer, EFSignSGD())
-    _raises(ValueError, "updates must be", attachment.load_state_dict, of_gradients)
-    _raises(NotImplementedError, "state_dict of each rank", attachment.checkpoint)
+    _raises(ValueError, "averages gradients, and this one averages updates", attachment.load_state_dict, of_gradients)
     attachment.close()
 
 
-def _raises(kind: type[Exception], text: str, function: Any, *arguments: Any) -> None:
+def _raises(
+    kind: type[Exception] | tuple[type[Exception], ...], text: str, function: Any, *arguments: Any, **named: Any
+) -> None:
     try:
-        function(*arguments)
+        function(*arguments, **named)
     except kind as error:
         assert text in str(error), error
     else:
@@ -139,3 +142,49 @@ def _raises(kind: type[Exception], text: str, function: Any, *arguments: Any) ->
 
 def test_damaged_states_change_nothing():
     values_of(run_ranks(2, damaged))
+
+
+# -------------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def dcp_saved(folder: str) -> list[str]:
+    """Save inside a round, before a fragment has arrived, and return the digests of the steps after it."""
+    model, optimizer, attachment = setup(every=4, delay=2)
+    trained(model, optimizer, range(5))
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, attachment.state_dict())
+    dcp.save({"gckernels": attachment.checkpoint()}, checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        torch.save(states, f"{folder}/states.pt")
+    assert states[0]["updates"]["arriving"]["means"]
+    digests = trained(model, optimizer, range(5, 12))
+    attachment.close()
+    return digests
+
+
+def dcp_loaded(folder: str) -> list[str]:
+    digests = []
+    for form in ("dcp", "list"):
+        model, optimizer, attachment = setup(seed=1, every=4, delay=2)
+        if form == "dcp":
+            dcp.load({"gckernels": attachment.checkpoint(reads=folder)}, checkpoint_id=folder)
+        else:
+            attachment.load_state_dict(torch.load(f"{folder}/states.pt", weights_only=False))
+        digests.append(trained(model, optimizer, range(5, 12)))
+        attachment.close()
+    assert digests[0] == digests[1]
+    gradients = sync.attach(build("Mlp"), EFSignSGD())
+    found = {"gckernels": gradients.checkpoint(reads=folder)}
+    _raises((ValueError, RuntimeError), "averages updates", dcp.load, found, checkpoint_id=folder)
+    gradients.close()
+    return digests[0]
+
+
+def test_saved_by_dcp(tmp_path: Path):
+    """A job of the same size goes on with the same bits, and others as from the list of all states."""
+    folder = str(tmp_path)
+    expected = values_of(run_ranks(2, dcp_saved, folder))
+    assert values_of(run_ranks(2, dcp_loaded, folder)) == expected
+    for ranks in (1, 3):
+        found = values_of(run_ranks(ranks, dcp_loaded, folder))
+        assert len({each[-1] for each in found}) == (1 if ranks == 1 else ranks)  # inside a round

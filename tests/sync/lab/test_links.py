@@ -43,6 +43,7 @@ sys.path.insert(0, "LAB")  # without the rest of the package, which takes second
 import lab
 script, ready = map(pathlib.Path, sys.argv[1:])
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 network = lab.Network(2, ranks_per_machine=2, delay_s=0.001)
 with lab.links(network) as made:
     (ready / "namespaces").write_text(" ".join([*made.namespaces, *made._inner, made._outer]))

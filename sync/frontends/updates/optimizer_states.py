@@ -1,0 +1,58 @@
+"""The states of optimizers that differ between ranks: copies, checks, and the mean of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def copied(state: Any) -> Any:
+    """A copy of dicts, lists and tuples of tensors and of plain values."""
+    return _mapped([state], lambda tensors: tensors[0].detach().clone())
+
+
+def mean_of(states: Sequence[Any]) -> Any:
+    """The mean of states of the same form, tensor by tensor. Tensors that are all the same, and tensors of integers,
+    are those of the first state, and so is everything else.
+
+    Args:
+        states: dicts, lists and tuples, in each other in any depth, of tensors and other values.
+    """
+    return _mapped(states, _mean)
+
+
+def _mapped(states: Sequence[Any], function: Any) -> Any:
+    first = states[0]
+    if isinstance(first, torch.Tensor):
+        return function([each for each in states if isinstance(each, torch.Tensor) and each.shape == first.shape])
+    if isinstance(first, dict):
+        dicts = [each for each in states if isinstance(each, dict)]
+        return {key: _mapped([each[key] for each in dicts if key in each], function) for key in first}
+    if isinstance(first, list | tuple):
+        lists = [each for each in states if isinstance(each, list | tuple) and len(each) == len(first)]
+        return type(first)(_mapped(list(each), function) for each in zip(*lists, strict=True))
+    return first
+
+
+def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = tensors[0]
+    if not (first.is_floating_point() or first.is_complex()) or all(torch.equal(first, each) for each in tensors):
+        return first.detach().clone()
+    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float64))
+    for each in tensors:
+        total += each.to(total)
+    return (total / len(tensors)).to(first.dtype)
+
+
+def check_optimizer(what: str, state: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError unless a state has the parameter groups of an optimizer."""
+    if _sizes(state) != _sizes(optimizer.state_dict()):
+        raise ValueError(f"state: {what} must be of {type(optimizer).__name__} with the same parameter groups")
+
+
+def _sizes(state: Any) -> list[int] | None:
+    """The number of parameters in each group of an optimizer's state; ``None`` for anything else."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    return None if groups is None else [len(group["params"]) for group in groups]

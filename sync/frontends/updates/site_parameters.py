@@ -1,0 +1,59 @@
+"""The parameters of a model that is trained by several ranks of a site, and whose updates are averaged between sites.
+
+Inside a site DistributedDataParallel may average gradients, or ``fully_shard`` may shard the parameters. Then each rank
+averages its shards with the ranks of other sites that have the same ones.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ...plans.arguments import differentiable
+
+
+def _dtensor() -> Any:
+    """The class ``DTensor`` if it has been imported, which takes half a second; otherwise no class."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def values_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The values that this rank has of a parameter, without gradient: its shard, or all of it."""
+    shard = cast(Any, parameter).to_local() if isinstance(parameter, _dtensor()) else parameter
+    return cast(torch.Tensor, shard).detach()
+
+
+def own_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that can have a gradient and of which this rank has elements, by their plain names."""
+    return with_elements(differentiable(model.named_parameters()))
+
+
+def with_elements(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of which this rank has elements."""
+    return {name: each for name, each in parameters.items() if values_of(each).numel()}
+
+
+def shard_lines(
+    caller: str, parameters: Mapping[str, torch.nn.Parameter], process_group: dist.ProcessGroup
+) -> list[str]:
+    """Texts about the shards of parameters, which must be the same on all ranks that average their updates.
+
+    Raises:
+        ValueError: some of these ranks have other shards than this one.
+    """
+    ranks, lines = set(dist.get_process_group_ranks(process_group)), set()
+    for name, parameter in parameters.items():
+        if not isinstance(parameter, _dtensor()):
+            continue
+        mesh, placements = cast(Any, parameter).device_mesh, cast(Any, parameter).placements
+        if shared := sorted(ranks.intersection(mesh.mesh.flatten().tolist()) - {dist.get_rank()}):
+            raise ValueError(
+                f"{caller}: process_group must have one rank of each site, which have the same shards, but {name} is "
+                f"sharded over rank {shared[0]} as well, which is in process_group"
+            )
+        lines.add(f"shard {mesh.get_coordinate()} of {tuple(mesh.shape)}, {placements}")
+    return sorted(lines)

@@ -1,0 +1,220 @@
+"""Fragments of updates that are sent in turn, and arrive steps later, are those of a plain loop; nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gckernels import EFSignSGD, sync
+from gckernels.sync.frontends.updates.schedule import Schedule, cut_fragments
+from models import build
+from ranks import run_ranks, values_of
+from workloads import digest_of, mass_of, summed
+
+NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+PLAIN = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, after: Any = None) -> list[str]:
+    digests = []
+    for step in steps:
+        optimizer.zero_grad()
+        model(model.batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        if after is not None:
+            after()
+        digests.append(digest_of(model.parameters()))
+    return digests
+
+
+def fragments_of(attachment: sync.Attachment) -> list[list[str]]:
+    """The names of the parameters of each fragment."""
+    frontend = attachment._frontend
+    cut = cut_fragments(frontend._buckets, frontend.request.schedule.fragments)
+    return [[slot.name for bucket in buckets for slot in bucket.slots] for buckets in cut]
+
+
+class Streaming:
+    """Streaming DiLoCo in plain torch: fragments that are sent in turn, and arrive after a delay."""
+
+    def __init__(
+        self, model: nn.Module, every: int, fragments: Sequence[Sequence[str]], delay: int, mixing: Any, outer: Any
+    ) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.anchors = {name: nn.Parameter(each.detach().clone()) for name, each in self.parameters.items()}
+        self.outers = [outer([self.anchors[name] for name in names]) for names in fragments]
+        self.ends = [-(-(i + 1) * every // len(fragments)) for i in range(len(fragments))]
+        self.every, self.fragments, self.delay, self.mixing, self.steps = every, fragments, delay, mixing, 0
+        self.flying: list[Any] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        for due, number, sent in [each for each in self.flying if each[0] == self.steps]:
+            self.flying.remove((due, number, sent))
+            self.arrive(number, sent)
+        taken = (self.steps - 1) % self.every + 1
+        if taken in self.ends:
+            number = self.ends.index(taken)
+            sent = {name: self.parameters[name].clone() for name in self.fragments[number]}
+            for name, value in sent.items():
+                self.anchors[name].grad = (self.anchors[name] - value) * (1 / dist.get_world_size())
+                dist.all_reduce(self.anchors[name].grad)
+            if self.delay:
+                self.flying.append((self.steps + self.delay, number, sent))
+            else:
+                self.arrive(number, sent)
+
+    def arrive(self, number: int, sent: dict[str, torch.Tensor]) -> None:
+        self.outers[number].step()
+        for name, value in sent.items():
+            parameter, anchor = self.parameters[name], self.anchors[name].detach()
+            if self.delay and self.mixing is None:
+                parameter.copy_(anchor + (parameter - value))
+            elif self.delay:
+                parameter.copy_(torch.lerp(anchor, parameter, self.mixing))
+            else:
+                parameter.copy_(anchor)
+
+
+CASES: list[tuple[int, int, int, float | None, Any]] = [
+    (4, 2, 0, None, NESTEROV),
+    (5, 3, 1, None, PLAIN),
+    (3, 1, 2, None, NESTEROV),
+    (3, 1, 3, None, PLAIN),
+    (6, 2, 2, 0.5, NESTEROV),
+    (4, 4, 1, 0.0, PLAIN),
+]
+
+
+def oracles() -> None:
+    for every, number, delay, mixing, outer in CASES:
+        model = build("Mlp", seed=0)
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        settings: dict[str, Any] = {"every": every, "fragments": number, "delay": delay, "mixing": mixing}
+        attachment = sync.average_updates(model, optimizer, "Identity", outer=outer, **settings)
+        fragments = fragments_of(attachment)
+        assert sorted(itertools.chain(*fragments)) == sorted(dict(model.named_parameters()))
+        plain = Streaming(other, every, fragments, delay, mixing, outer)
+        found = trained(model, optimizer, range(20))
+        assert found == trained(other, torch.optim.AdamW(other.parameters(), lr=1e-2), range(20), plain.step), (
+            every,
+            number,
+            delay,
+        )
+        anchors = attachment.state_dict()["updates"]["anchors"]
+        assert digest_of(anchors.values()) == digest_of(plain.anchors[name] for name in anchors)
+        every_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every_rank, digest_of(anchors.values()))
+        assert len(set(every_rank)) == 1
+        attachment.close()
+
+
+def test_fragments_of_a_plain_loop():
+    """With exact averages, parameters and anchors are those of the loop in every digit."""
+    values_of(run_ranks(2, oracles))
+
+
+def conserved() -> None:
+    """The sent updates, residuals, and changes that were not sent yet make up all changes of the parameters."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for every, number, delay in ((4, 2, 0), (4, 2, 2), (3, 1, 3)):
+        model = nn.ModuleDict({name: nn.Linear(50, 40, bias=False) for name in "ab"})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        settings = {"every": every, "fragments": number, "delay": delay, "decay": 1.0}
+        plan = sync.uniform_plan(model, EFSignSGD(), program="allgather")
+        attachment = sync.average_updates(model, optimizer, plan, **settings)
+        weights = {name: model[name].weight for name in "ab"}
+        start = {name: each.detach().double().clone() for name, each in weights.items()}
+        given = {name: torch.zeros_like(each) for name, each in start.items()}
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(22):
+            for name, weight in weights.items():
+                before = weight.detach().clone()
+                with torch.no_grad():
+                    weight.add_(torch.randn(40, 50, generator=generator))
+                given[name] += weight.detach().double() - before.double()
+            if step == 14:
+                attachment.change_plan(sync.uniform_plan(model, "BlockQuant(bits=4)", program="allgather"))
+            optimizer.step()
+        state = attachment.state_dict()["updates"]
+        arriving = state["arriving"] or {"means": {}, "sent": {}}
+        assert bool(arriving["means"]) == bool(delay)
+        for name, weight in weights.items():
+            key = f"{name}.weight"
+            anchor = state["anchors"][key].double()
+            left = arriving["sent"].get(key)  # changes after the sending, or after the last arrival
+            left = weight.detach().double() - (anchor if left is None else left.double())
+            mean = arriving["means"].get(key, torch.zeros_like(weight)).double()
+            held = mass_of(attachment).get(key, torch.zeros(1, 2000, dtype=torch.float64))[-1].view(40, 50)
+            total = anchor - start[name] - mean - held + summed(left) / world_size
+            torch.testing.assert_close(total, summed(given[name]) / world_size, rtol=0, atol=1e-4)
+        assert "BlockQuant" in repr(attachment) and not attachment.is_changing
+        attachment.close()
+
+
+def test_nothing_is_lost():
+    values_of(run_ranks(2, conserved))
+
+
+def resumed() -> None:
+    for every, number, delay, mixing in ((4, 2, 2, None), (3, 1, 2, 0.5), (4, 4, 0, None)):
+        settings: dict[str, Any] = {"every": every, "fragments": number, "delay": delay, "mixing": mixing}
+
+        def setup(
+            seed: int, settings: dict[str, Any] = settings
+        ) -> tuple[nn.Module, torch.optim.Optimizer, sync.Attachment]:
+            model = build("Mlp", seed=seed)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            made = sync.average_updates(model, optimizer, EFSignSGD(), outer=NESTEROV, **settings)
+            return model, optimizer, made
+
+        for saved_at in range(5, 9):
+            model, optimizer, attachment = setup(0)
+            trained(model, optimizer, range(saved_at))
+            state = attachment.state_dict()
+            expected = trained(model, optimizer, range(saved_at, 14))
+            attachment.close()
+            model, optimizer, attachment = setup(1)
+            attachment.load_state_dict(state)
+            assert trained(model, optimizer, range(saved_at, 14)) == expected, (settings, saved_at)
+            attachment.close()
+
+
+def test_resumed_while_a_fragment_is_on_its_way():
+    values_of(run_ranks(2, resumed))
+
+
+@pytest.mark.parametrize(("every", "fragments", "delay"), [(1, 1, 0), (7, 3, 2), (10, 4, 2), (5, 5, 1), (500, 7, 71)])
+def test_each_fragment_is_sent_once_in_a_round(every: int, fragments: int, delay: int):
+    schedule = Schedule(every, fragments, delay)
+    schedule.check("test")
+    sent = {taken: schedule.sent_after(taken) for taken in range(1, every + 1)}
+    steps = [taken for taken, number in sent.items() if number is not None]
+    assert [sent[taken] for taken in steps] == list(range(fragments)) and steps[-1] == every
+    gaps = [after - before for before, after in zip([steps[-1] - every, *steps], steps, strict=False)]
+    assert min(gaps) >= delay
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((0, 1, 0), "every must be an int from 1 up, got 0"),
+        ((2, 3, 0), "fragments must be an int from 1 to every, 2, got 3"),
+        ((2, True, 0), "fragments must be"),
+        ((10, 3, 4), "delay must be an int from 0 to every // fragments, 3, .* got 4"),
+        ((10, 3, -1), "delay must be"),
+    ],
+)
+def test_refused_schedules(arguments: tuple[Any, ...], text: str):
+    with pytest.raises(ValueError, match=text):
+        Schedule(*arguments).check("average_updates")
