@@ -156,7 +156,7 @@ def ranks_s(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -
     seconds = {shared: np.zeros(topology.world_size) for shared in Shared if shared not in _LINKS}
     capacities = machine.capacities
     share = min(1.0, capacities.get(machine.computes_on, 1.0))
-    seconds[machine.computes_on] += share * (trace.forward_s + trace.backward_s + trace.optimizer_s)
+    seconds[machine.computes_on] += share * trace.computing_s
     for launch in launches_of(plan, trace, frontend) if topology.world_size > 1 else ():
         for message in messages_of(launch, plan, frontend):
             unit = message.units[0].plan

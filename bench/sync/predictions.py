@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
             print(f"{what}: {'; '.join(each) or 'nothing'}", flush=True)
     throttle(cell.network, UNTHROTTLED)
     traces += [_recorded(plain, methods) for _ in range(RECORDINGS - 1)]
-    trace = sorted(traces, key=_computing_s)[RECORDINGS // 2]
+    trace = sorted(traces, key=lambda trace: trace.computing_s)[RECORDINGS // 2]
     planned = from_rank_0(lambda: _planned(trace, Pricer(profile), plain.model, setting.topology))
     arms = {PLAIN: plain}
     for name in ARMS[1:]:
@@ -113,7 +113,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     seconds = {name: slowest(each)[:, 0].tolist() for name, each in take_turns(steps, rounds, 0).items()}
     alone_s = statistics.median(seconds.pop("alone"))
     parts = {"alone_s": f"{alone_s:.5f}"}
-    parts["recorded_s"] = f"{_computing_s(trace):.5f}"
+    parts["recorded_s"] = f"{trace.computing_s:.5f}"
     parts |= {"profile_margin": f"{profile.margin:.3f}", "profiled_s": f"{profile.stamp.seconds:.0f}"}
     rows = [_row(name, planned[name], seconds) | parts for name in ARMS]
     for arm in arms.values():
@@ -127,11 +127,6 @@ def _recorded(plain: Arm, methods: Sequence[Compressor]) -> ModelTrace:
     while not recording.done:
         plain.step()
     return recording.trace
-
-
-def _computing_s(trace: ModelTrace) -> float:
-    """The seconds of a step without communication."""
-    return trace.forward_s + trace.backward_s + trace.optimizer_s
 
 
 def _steps_in_turn(planned: Planned) -> int:

@@ -67,7 +67,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     timelines = {path: _timeline(problem, given.machine, path, each) for path, each in plans.items()}
     with refusing(given.machine, MAKE["machine"], MachineError):
         found = explain(problem, plan, given.messages, given.unit, console.progress)
-    band, memory = Band.of(machine, trace), PlanMemory.of(problem, plan)
+    band, memory = Band.of(problem), PlanMemory.of(problem, plan)
     lines, record = [text(given.plan, found, band, given.unit)], found.record()
     if given.against is not None:
         lines += ["", comparison(timelines, plans, band)]

@@ -10,8 +10,10 @@ from dataclasses import replace
 from ..accuracy.accuracy import start_step
 from ..planner.choice import Choice, choose, policy_of
 from ..planner.drafts.problem import Problem, ProblemError
+from ..planner.drafts.rounds import Rounds
 from ..planner.machines.machine import MachineError
 from ..plans.plan import Frontend, PlanError
+from ..traces.model_trace import ModelTrace
 from .common.console import Console
 from .common.files import MAKE, add_outputs
 from .common.inputs import (
@@ -28,6 +30,7 @@ from .common.inputs import (
 from .common.outcome import CommandError, Exit, Outcome, refusing, wrong_use
 from .studies.advice import Advice
 from .studies.prediction import predict
+from .studies.step_costs import step_costs
 from .studies.sweeps import sweep_from
 from .texts.pictures import draw_sweeps
 from .texts.plan_text import record, text
@@ -39,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Choose for every gradient whether and how to compress it, and say what that gains. The step of every policy "
         "is predicted on the same timeline. With --sweep also say where compression pays: over the values of sweeps, "
         "up to which bandwidth, and which ratio of compression would be enough; the closed forms of Agarwal et al. "
-        "(MLSys 2022) stand beside the timeline. Exit code 1 says that compression does not pay; the plan of auto "
-        "then averages all gradients exactly."
+        "(MLSys 2022) stand beside the timeline. With --every the plan is for average_updates, and times of policies "
+        "are those of rounds. Exit code 1 says that compression does not pay; the plan of auto then averages exactly."
     )
     parser.epilog = "example: gckernels plan bert espresso-nvlink -o plan.json --sweep bandwidth=1gbit:100gbit"
     add_problem(parser)
@@ -50,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         metavar="SPEC",
         help="gather the parameters of a model of fully_shard over all ranks with this compressor, as attach(weights=)",
+    )
+    parser.add_argument(
+        "--every",
+        type=int,
+        metavar="H",
+        help="plan for average_updates(every=H), which averages the updates of H steps of a bare module",
+    )
+    parser.add_argument(
+        "--delay", type=int, metavar="D", help="with --every: D steps are computed while updates are on their way"
     )
     parser.add_argument(
         "--steps",
@@ -80,18 +92,16 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     if given.png is not None and not sweeps:
         raise wrong_use("--png draws sweeps, and there are none", "add --sweep bandwidth=100mbit:100gbit")
     check_pictures(given.png)
-    try:
-        first_step = start_step(accuracy_of(given), given.steps)
-    except ValueError as error:
-        raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
+    first_step = _start_step_of(given)
     trace = trace_of(given.trace)
-    problem, caveats = problem_of(given, trace, machine_of(given.machine), given.weights)
+    problem, caveats = problem_of(given, trace, machine_of(given.machine), given.weights, _rounds_of(given, trace))
     caveats.check(given.machine)
     with (
         refusing(given.trace, MAKE["trace"], PlanError),
         refusing(given.machine, MAKE["machine"], MachineError),
     ):
         here = Advice.of(problem, _chosen(problem, given.policy))
+        steps = step_costs(problem, here.choice)
         elsewhere = None if given.sweep is None else predict(problem, here, sweeps, console.progress)
     plan = replace(here.choice.plan, start_step=first_step)
     if problem.frontend is Frontend.HSDP:
@@ -99,9 +109,33 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     files: dict[str | None, str | bytes] = {given.output: json.dumps(plan.to_json(), indent=1) + "\n"}
     if given.png is not None and elsewhere is not None:
         files[given.png] = draw_sweeps(elsewhere.sweeps)
-    results = record(problem, here, elsewhere) | caveats.record()
+    results = record(problem, here, steps, elsewhere) | caveats.record()
     code = Exit.OK if here.pays else Exit.DOES_NOT_PAY
-    return Outcome(text(problem, caveats, here, elsewhere), results, files, caveats.lines(), code)
+    return Outcome(text(problem, caveats, here, steps, elsewhere), results, files, caveats.lines(), code)
+
+
+def _start_step_of(given: argparse.Namespace) -> int:
+    """The first step that is compressed. Updates need no exact beginning."""
+    if given.every is not None:
+        if given.steps is not None:
+            raise wrong_use("--steps says when compressors of gradients begin, those of updates begin at once")
+        return 0
+    try:
+        return start_step(accuracy_of(given), given.steps)
+    except ValueError as error:
+        raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
+
+
+def _rounds_of(given: argparse.Namespace, trace: ModelTrace) -> Rounds | None:
+    """The rounds of ``average_updates``; ``None`` if gradients are averaged."""
+    if given.every is None:
+        if given.delay is not None:
+            raise wrong_use("--delay is for rounds of average_updates", "add --every")
+        return None
+    try:
+        return Rounds(trace, given.every, given.delay or 0)
+    except ValueError as error:
+        raise wrong_use(f"--{error}", "both are those of average_updates") from None
 
 
 def _chosen(problem: Problem, policy: str) -> Choice:
@@ -117,7 +151,7 @@ def _no_plan(problem: Problem, policy: str, error: ProblemError) -> CommandError
     if spec == policy:
         return wrong_use(f"--policy {error}", "choose another one, or leave it out for auto")
     (method,) = methods_of([spec])
-    if (why := why_unusable(method, problem.trace)) is not None:
+    if (why := why_unusable(method, problem)) is not None:
         model = problem.trace.model
         return wrong_use(f"--policy {policy}: no gradient of {model} may use it: {why}", "choose another one")
     return wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is")

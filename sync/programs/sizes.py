@@ -173,6 +173,22 @@ def sent_nbytes(step: Step, before: Data, after: Data, topology: Topology) -> fl
     return wire_ratio(step, before.flow, topology).nbytes(before.nbytes, after.nbytes)
 
 
+def unit_sent_nbytes(
+    program: Program, numel: int, dtype: torch.dtype, compressor: Compressor, topology: Topology, span: Span = MEAN
+) -> float:
+    """Bytes that a rank sends for a unit, as a mean over all ranks; the arguments are those of :func:`sizes_of`.
+
+    Raises:
+        ProgramError: as for :func:`sizes_of`.
+    """
+    if topology.world_size == 1:
+        return 0.0
+    data = sizes_of(program, numel, dtype, compressor, topology, span)
+    return sum(
+        sent_nbytes(step, before, after, topology) for step, before, after in zip(program, data, data[1:], strict=False)
+    )
+
+
 def sent_content(step: Step, before: Layout, after: Layout, topology: Topology) -> tuple[Content, float]:
     """The content that a rank sends for ``step``, and how many times, as a mean over all ranks.
 

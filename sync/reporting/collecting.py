@@ -16,7 +16,7 @@ from ..plans.names import program_name, short_spec
 from ..plans.plan import Frontend
 from ..plans.strides import in_reals
 from ..plans.units import UnitPlan
-from ..programs.sizes import plain_sent_nbytes, sent_nbytes, sizes_of
+from ..programs.sizes import plain_sent_nbytes, unit_sent_nbytes
 from ..programs.spans import Span
 from ..programs.topology import Topology
 from ..stats.stats import Figures
@@ -69,8 +69,6 @@ def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, t
 
 def _row(unit: UnitPlan, dtype: torch.dtype, topology: Topology, span: Span) -> UnitRow:
     nbytes, ranks = unit.numel * dtype.itemsize, topology.world_size
-    data = sizes_of(unit.program, unit.numel, dtype, unit.compressor, topology, span) if ranks > 1 else ()
-    steps = zip(unit.program, data, data[1:], strict=False)
     return UnitRow(
         name=unit.key,
         numel=unit.numel,
@@ -78,7 +76,7 @@ def _row(unit: UnitPlan, dtype: torch.dtype, topology: Topology, span: Span) -> 
         compressor="" if isinstance(unit.compressor, Identity) else short_spec(unit.compressor),
         program=program_name(unit.program, ranks),
         feedback=unit.feedback,
-        sent_nbytes=sum(sent_nbytes(step, before, after, topology) for step, before, after in steps),
+        sent_nbytes=unit_sent_nbytes(unit.program, unit.numel, dtype, unit.compressor, topology, span),
         plain_nbytes=plain_sent_nbytes(nbytes, ranks, span),
     )
 

@@ -53,6 +53,11 @@ class ModelTrace:
         synchronisation alone, and all gains look larger than those of a training."""
         return self.forward_s > 0
 
+    @property
+    def computing_s(self) -> float:
+        """The seconds of forward, backward and the optimizer."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
     def of_shards(self, ranks: int) -> ModelTrace:
         """The trace of the shards that one of ``ranks`` ranks has, with the largest share of each tensor's rows."""
         shapes = {tensor.name: _shard_shape(tensor, ranks) for tensor in self.tensors}

@@ -44,7 +44,7 @@ class Caveats:
         """Sentences for people."""
         name, assumed = self.problem.machine.name, self.assumptions
         more = [f"and {len(assumed) - NOTED} more"] if len(assumed) > NOTED else []
-        slips = [*slips_of_trace(self.problem.trace), *slips_of_machine(self.problem.machine)]
+        slips = [*slips_of_trace(self.problem.step), *slips_of_machine(self.problem.machine)]
         left_out = [f"{name}: {self._lacking}, so plans do without; {self._remedy}"] if self.unpriced else []
         return slips + left_out + [f"{name}: not measured as such: {reason}" for reason in assumed[:NOTED] + more]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...planner.machines.machine import Machine
-from ...plans.numbers import duration, whole_percent
-from ...traces.model_trace import ModelTrace
+from ...planner.drafts.problem import Problem
+from ...plans.numbers import duration, plural, whole_percent
 
 
 @dataclass(frozen=True)
@@ -19,30 +18,37 @@ class Band:
         margin: the relative error of its predictions.
         whole_step: whether times are those of whole steps. Otherwise the trace has no forward and no optimizer, and
             they are those of backward and synchronisation alone.
+        every: the steps of the rounds that times are of; ``None`` if they are of single steps.
     """
 
     estimated: bool
     margin: float
     whole_step: bool
+    every: int | None = None
 
     @staticmethod
-    def of(machine: Machine, trace: ModelTrace) -> Band:
-        """The band of predictions for a trace on a machine."""
-        return Band(machine.estimated, machine.margin, trace.is_whole_step)
+    def of(problem: Problem) -> Band:
+        """The band of predictions for a problem."""
+        machine, every = problem.machine, None if problem.rounds is None else problem.rounds.every
+        return Band(machine.estimated, machine.margin, problem.step.is_whole_step, every)
 
     @property
     def subject(self) -> str:
         """The name of the times, in a sentence."""
+        if self.every is not None:
+            return f"a round of {plural(self.every, 'step')}"
         return "a step" if self.whole_step else "backward and synchronisation"
 
     @property
     def takes(self) -> str:
         """The begin of a sentence that goes on with a time."""
-        return f"{self.subject} {'takes' if self.whole_step else 'take'}"
+        return f"{self.subject} {'takes' if self.whole_step or self.every is not None else 'take'}"
 
     @property
     def column(self) -> str:
         """The title of a column of times."""
+        if self.every is not None:
+            return "round"
         return "step" if self.whole_step else "backward and sync"
 
     def text(self, seconds: float) -> str:

@@ -17,6 +17,7 @@ from gckernels.ops import Identity
 
 from ...accuracy.accuracy import allowed_compressors, fitted
 from ...planner.drafts.problem import Problem
+from ...planner.drafts.rounds import Rounds, is_mean
 from ...planner.machines.files import load_machine, machine_names
 from ...planner.machines.machine import Machine, has_prices
 from ...planner.machines.profile import Profile
@@ -108,21 +109,30 @@ def check_pictures(path: str | None) -> None:
 
 
 def problem_of(
-    given: argparse.Namespace, trace: ModelTrace, machine: Machine, weights: str | None = None
+    given: argparse.Namespace,
+    trace: ModelTrace,
+    machine: Machine,
+    weights: str | None = None,
+    rounds: Rounds | None = None,
 ) -> tuple[Problem, Caveats]:
     """The problem of parsed arguments, and its caveats.
 
     Args:
         given: the arguments of :func:`add_problem`.
-        trace: the trace.
+        trace: the trace of a training step.
         machine: the machine.
         weights: the spec of the compressor of gathered parameters; ``None`` if they are sent as they are.
+        rounds: the rounds of these steps whose updates are averaged; ``None`` if gradients are.
 
     Raises:
         CommandError: an argument is wrong, or the inputs do not fit it.
     """
     accuracy = accuracy_of(given)
+    if rounds is not None:
+        trace = rounds.trace
     frontend = Frontend(given.frontend or ("fsdp" if trace.gathers else "ddp" if trace.buckets else "module"))
+    if rounds is not None and frontend is not Frontend.MODULE:
+        raise wrong_use(f"--every is for bare modules, not --frontend {frontend.value}", "leave --frontend out")
     pricer = _pricer_of(machine, frontend)
     if (sharding := pricer.sharding) is not None and sharding.inside is not None:
         trace = trace.of_shards(sharding.inside)
@@ -134,10 +144,12 @@ def problem_of(
             raise bad_data(f"{given.machine}: {lacking}", f"{MAKE['machine']}, with nothing else running")
         priced = {method: has_prices(machine, method) for methods in allowed.values() for method in methods}
         allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
-        problem = Problem(trace, pricer, frontend, allowed, places, _weights_of(weights, frontend))
+        if rounds is not None:
+            allowed = {name: tuple(filter(is_mean, methods)) for name, methods in allowed.items()}
+        problem = Problem(trace, pricer, frontend, allowed, places, _weights_of(weights, frontend), rounds)
     unpriced = dict.fromkeys(short_spec(method) for method, is_priced in priced.items() if not is_priced)
     named = accuracy if isinstance(accuracy, list) else []
-    reasons = {short_spec(method): why_unusable(method, trace) for method in named}
+    reasons = {short_spec(method): why_unusable(method, problem) for method in named}
     unusable = {spec: why for spec, why in reasons.items() if why is not None}
     return problem, Caveats(problem, tuple(dict.fromkeys(map(short_spec, priced))), tuple(unpriced), unusable)
 
@@ -204,10 +216,13 @@ def accuracy_of(given: argparse.Namespace) -> str | float | list[Compressor]:
     return number
 
 
-def why_unusable(method: Compressor, trace: ModelTrace) -> str | None:
-    """Why no gradient of a trace may use a method even if it is named; ``None`` if one may."""
+def why_unusable(method: Compressor, problem: Problem) -> str | None:
+    """Why no gradient of a problem may use a method even if it is named; ``None`` if one may."""
+    trace = problem.trace
     if method == Identity():
         return "it compresses nothing"
+    if problem.rounds is not None and not is_mean(method):
+        return "its results are not the mean of updates"
     if any(allowed_compressors(trace, [method]).values()):
         return None
     tensors = [tensor for tensor in trace.tensors if tensor.dtype in GRAD_DTYPES]

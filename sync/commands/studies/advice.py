@@ -35,7 +35,7 @@ class Advice:
     @staticmethod
     def of(problem: Problem, choice: Choice) -> Advice:
         """The prediction for a chosen plan of a problem."""
-        return Advice(choice, Band.of(problem.machine, problem.trace), PlanMemory.of(problem, choice.plan))
+        return Advice(choice, Band.of(problem), PlanMemory.of(problem, choice.plan))
 
     @property
     def compresses(self) -> bool:
@@ -91,7 +91,10 @@ class Advice:
         best = min(self.choice.rows, key=lambda row: row.step_s)
         gain = 1.0 - best.step_s / none.step_s if none.step_s else 0.0
         if none.exposed_s < NOTHING_EXPOSED * none.step_s:
-            return f"backward hides all communication but {duration(none.exposed_s)} of {duration(none.step_s)}"
+            exposed = f"{duration(none.exposed_s)} of {duration(none.step_s)}"
+            if band.every is not None:
+                return f"{band.subject} waits for exact updates only {exposed}"
+            return f"backward hides all communication but {exposed}"
         if gain <= 0:
             return "no allowed plan is faster than averaging without compression"
         return (

@@ -58,8 +58,8 @@ class ClosedFormRow:
 
 def closed_form_rows(problem: Problem) -> Iterator[ClosedFormRow]:
     """A row without compression, and one for each allowed compressor, used wherever it is allowed. There is no form for
-    models of FSDP2."""
-    if problem.topology.world_size == 1 or problem.is_sharded:
+    models of FSDP2, and none for updates."""
+    if problem.topology.world_size == 1 or problem.is_sharded or problem.rounds is not None:
         return
     link = ring_of(problem.machine)
     nbytes = float(sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.trace.tensors))

@@ -21,20 +21,23 @@ class PlanMemory:
     nothing.
 
     Attributes:
-        model_nbytes: the bytes of weights, gradients and DDP's buckets.
+        model_nbytes: the bytes of weights, gradients and DDP's buckets; where updates are averaged, also of the anchors
+            from which they are measured, and of the updates.
         plan_nbytes: at most the bytes of residuals and buffers.
         has_nbytes: the bytes that a rank has; ``None`` if the machine does not say.
+        of_updates: whether updates are averaged, and not gradients.
     """
 
     model_nbytes: int
     plan_nbytes: int
     has_nbytes: float | None
+    of_updates: bool = False
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> PlanMemory:
         """The memory for a plan of a problem."""
         tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
-        nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+        nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.step.tensors)
         if problem.frontend is Frontend.FSDP:
             nbytes = -(-nbytes // problem.topology.world_size)
         in_buckets = problem.frontend is Frontend.DDP and problem.trace.copies_gradients
@@ -42,7 +45,10 @@ class PlanMemory:
         plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
         if isinstance(plan.weights, Codec) and sends_differences(plan.weights):
             plan_nbytes += sum(4 * tensor.numel for tensor in tensors)
-        return PlanMemory((3 if in_buckets else 2) * nbytes, plan_nbytes, problem.machine.memory_nbytes)
+        model_nbytes, of_updates = (3 if in_buckets else 2) * nbytes, problem.rounds is not None
+        if of_updates:
+            model_nbytes += 2 * sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+        return PlanMemory(model_nbytes, plan_nbytes, problem.machine.memory_nbytes, of_updates)
 
     @property
     def model_fits(self) -> bool:
@@ -58,10 +64,16 @@ class PlanMemory:
     def why_not(self) -> str:
         """Sentences that say why it does not fit."""
         assert self.has_nbytes is not None
-        has, model = volume(self.has_nbytes), f"Weights and gradients take {volume(self.model_nbytes)}"
+        has, model = volume(self.has_nbytes), f"{self._held.capitalize()} take {volume(self.model_nbytes)}"
         if not self.model_fits:
-            return f"{model} on every rank, and a rank has {has}. Data-parallel training needs that with any plan."
+            training = "Averaging updates" if self.of_updates else "Data-parallel training"
+            return f"{model} on every rank, and a rank has {has}. {training} needs that with any plan."
         return f"{model}, residuals and buffers of the plan {volume(self.plan_nbytes)}, and a rank has {has}."
+
+    @property
+    def _held(self) -> str:
+        """The tensors that any plan needs."""
+        return "weights, gradients, anchors and updates" if self.of_updates else "weights and gradients"
 
     def line(self) -> str:
         """Sentences for people."""
@@ -69,7 +81,7 @@ class PlanMemory:
         if self.has_nbytes is not None:
             has = f"it has {volume(self.has_nbytes)}"
         return (
-            f"Memory of a rank: {volume(self.model_nbytes)} for weights and gradients, {volume(self.plan_nbytes)} for "
+            f"Memory of a rank: {volume(self.model_nbytes)} for {self._held}, {volume(self.plan_nbytes)} for "
             f"residuals and buffers; {has}. Activations and the optimizer's state come on top."
         )
 

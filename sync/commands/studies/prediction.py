@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...planner.choice import POLICIES, choose
@@ -11,7 +11,6 @@ from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import Machine
 from ...planner.machines.scaling import scaled
 from ...planner.search.significance import is_gain
-from ...planner.timeline.timeline import timeline
 from ...traces.model_trace import ModelTrace
 from .advice import Advice
 from .closed_form_rows import ClosedFormRow, closed_form_rows
@@ -80,18 +79,18 @@ def predict(
     Raises:
         MachineError: a machine lacks a price.
     """
-    trace, machine = problem.trace, problem.machine
+    step, machine = problem.step, problem.machine
     total, done = sum(len(sweep.values) for sweep in sweeps) + _LIMIT_SEARCHES, 0
-    known = [here]  # for the trace and the topology of the problem
+    known = [here]  # for the topology of the problem
 
-    def predicted(trace: ModelTrace, machine: Machine, what: str) -> Advice:
+    def predicted(step: ModelTrace, machine: Machine, what: str) -> Advice:
         nonlocal done
         progress(min(done / total, 1.0), what)
         done += 1
         pricer = (
             problem.pricer if machine is problem.machine else problem.pricer.on(machine)
         )  # prices of messages are kept
-        other = replace(problem, trace=trace, pricer=pricer)
+        other = problem.on(step, pricer)
         found = Advice.of(other, choose(other, here.choice.policy, compared=()))
         if machine.topology == problem.topology:
             known.append(found)
@@ -99,7 +98,7 @@ def predict(
 
     results = []
     for sweep in sweeps:
-        scenes = [(sweep.axis.scene(trace, machine, value), sweep.axis.label(value)) for value in sweep.values]
+        scenes = [(sweep.axis.scene(step, machine, value), sweep.axis.label(value)) for value in sweep.values]
         points = (predicted(*scene, f"{sweep.name} {label}") for scene, label in scenes)
         results.append(SweepResult(sweep, tuple(points)))
     if problem.topology.world_size == 1:
@@ -107,15 +106,13 @@ def predict(
     exact = POLICIES["none"](problem)
 
     def pays_with_known(bit_per_s: float) -> bool:
-        other = scaled(machine, bandwidth_bit_per_s=bit_per_s)
-        pricer = problem.pricer.on(other)
-        none_s = timeline(exact, trace, pricer, problem.frontend).step_s
-        steps = [(timeline(each.choice.plan, trace, pricer, problem.frontend).step_s, each) for each in known]
-        step_s, best = min(steps, key=lambda step: step[0])
-        return best.compresses and best.memory.fits and is_gain(step_s, none_s, trace, other.margin)
+        other = problem.on(step, problem.pricer.on(scaled(machine, bandwidth_bit_per_s=bit_per_s)))
+        none_s = other.step_s(exact)
+        step_s, best = min(((other.step_s(each.choice.plan), each) for each in known), key=lambda each: each[0])
+        return best.compresses and best.memory.fits and is_gain(step_s, none_s, other.trace, other.machine.margin)
 
     def found_at(bit_per_s: float) -> bool:
-        return predicted(trace, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").pays
+        return predicted(step, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").pays
 
     limit, enough = bandwidth_limit(pays_with_known, found_at), enough_ratio(problem, here.choice.plan)
     return Elsewhere(tuple(results), limit, enough, tuple(closed_form_rows(problem)))

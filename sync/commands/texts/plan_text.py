@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ...accuracy.accuracy import error_on
@@ -17,6 +19,7 @@ from ..studies.advice import Advice
 from ..studies.closed_form_rows import ClosedFormRow
 from ..studies.crossover import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
 from ..studies.prediction import Elsewhere, SweepResult
+from ..studies.step_costs import StepCost
 from ..studies.sweeps import software_limit
 
 _FRONTENDS = {
@@ -27,7 +30,9 @@ _FRONTENDS = {
 }
 
 
-def text(problem: Problem, caveats: Caveats, here: Advice, elsewhere: Elsewhere | None) -> str:
+def text(
+    problem: Problem, caveats: Caveats, here: Advice, steps: Sequence[StepCost], elsewhere: Elsewhere | None
+) -> str:
     """Everything that ``gckernels plan`` says."""
     choice, band = here.choice, here.band
     lines = [
@@ -38,6 +43,8 @@ def text(problem: Problem, caveats: Caveats, here: Advice, elsewhere: Elsewhere 
         *band.notes(),
         "",
     ]
+    if steps:
+        lines += [_steps_table(steps), ""]
     if elsewhere is not None:
         lines += _elsewhere_lines(problem, here, elsewhere)
     units = f"{plural(len(choice.plan.units), 'unit')}: {summary_of(choice.plan, problem.topology.world_size)}"
@@ -46,15 +53,16 @@ def text(problem: Problem, caveats: Caveats, here: Advice, elsewhere: Elsewhere 
 
 def _head(problem: Problem) -> str:
     """A sentence about the inputs."""
-    trace, topology = problem.trace, problem.topology
+    trace, step, topology = problem.trace, problem.step, problem.topology
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
-    rest = duration(trace.forward_s + trace.optimizer_s) if trace.is_whole_step else "not known"
+    rest = duration(step.forward_s + step.optimizer_s) if step.is_whole_step else "not known"
+    averaged = _FRONTENDS[problem.frontend] if problem.rounds is None else "average_updates"
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
     weights = "" if problem.weights is None else f" Parameters are gathered by {short_spec(problem.weights)}."
     return (
         f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
-        f"{volume(nbytes)}, backward {duration(trace.backward_s)}, forward and optimizer {rest}. "
-        f"For {_FRONTENDS[problem.frontend]}.{weights}"
+        f"{volume(nbytes)}, backward {duration(step.backward_s)}, forward and optimizer {rest}. "
+        f"For {averaged}.{weights}"
     )
 
 
@@ -97,6 +105,21 @@ def _policies_table(choice: Choice, band: Band) -> str:
         for row in choice.rows
     ]
     return table(("policy", band.column, "vs none", "exposed", "error", "found in"), rows)
+
+
+def _steps_table(steps: Sequence[StepCost]) -> str:
+    """A table of training steps: time, speed-up, and bits that are sent."""
+    plain_s = steps[0].step_s
+    rows = [
+        (
+            step.name,
+            duration(step.step_s),
+            f"{plain_s / step.step_s:.2f}" if step.step_s else "",
+            three_digits(step.sent_bits),
+        )
+        for step in steps
+    ]
+    return table(("training step", "time", "vs DDP", "bits sent per element"), rows)
 
 
 # -------------------------------------------------------------------- elsewhere
@@ -165,7 +188,7 @@ def _closed_forms_table(rows: tuple[ClosedFormRow, ...]) -> str:
 # -------------------------------------------------------------------- JSON
 
 
-def record(problem: Problem, here: Advice, elsewhere: Elsewhere | None) -> dict[str, Any]:
+def record(problem: Problem, here: Advice, steps: Sequence[StepCost], elsewhere: Elsewhere | None) -> dict[str, Any]:
     """The choice as JSON; times are in seconds."""
     columns = ("policy", "step_s", "exposed_s", "error", "found_s")
     found = {
@@ -179,4 +202,7 @@ def record(problem: Problem, here: Advice, elsewhere: Elsewhere | None) -> dict[
         "advice": here.text,
         "policies": [{name: getattr(row, name) for name in columns} for row in here.choice.rows],
     }
+    if problem.rounds is not None:
+        found["rounds"] = {"every": problem.rounds.every, "delay": problem.rounds.delay}
+        found["training_steps"] = list(map(asdict, steps))
     return found | here.record() | ({} if elsewhere is None else elsewhere.record())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from ...traces.model_trace import ModelTrace
 from ..machines.machine import Machine
 from ..timeline.pricing import Pricer
 from ..timeline.timeline import Timeline, timeline
+from .rounds import Rounds
 
 _SHARDS_ON_ALL = {Frontend.FSDP: True, Frontend.HSDP: False}
 """Whether the shards of a model of FSDP2 are on all ranks."""
@@ -40,7 +41,7 @@ class Problem:
     Tensors are numbered as in the trace, in the order in which they are ready.
 
     Attributes:
-        trace: a training step without compression.
+        trace: a training step without compression; with ``rounds`` their trace, in which a step is a round.
         pricer: the prices of messages on the machine.
         frontend: the kind of model that the plan is for. The launches of DDP and FSDP2 are the buckets of the trace, in
             which a plan may only choose messages. The launches of a bare module are the plan's. With replicas of shards
@@ -50,6 +51,7 @@ class Problem:
         places: where stages may compute; always the device, and perhaps the host.
         weights: encodes the parameters that FSDP2 gathers, under all plans that compress something; ``None`` if they
             are sent as they are.
+        rounds: the rounds of a bare module whose updates are averaged; ``None`` if its gradients are.
 
     Raises:
         TypeError, ValueError: an argument is not valid; the message names it.
@@ -61,10 +63,13 @@ class Problem:
     allowed: Mapping[str, tuple[Compressor, ...]] = field(default_factory=dict)
     places: tuple[Place, ...] = (Place.DEVICE,)
     weights: Codec | None = None
+    rounds: Rounds | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.frontend, Frontend):
             raise TypeError(f"Problem: frontend must be a Frontend, got {self.frontend!r}")
+        if self.rounds is not None and self.frontend != Frontend.MODULE:
+            raise ValueError(f"Problem: rounds are for bare modules, got {self.frontend.value}")
         sharding = self.pricer.sharding
         if (None if sharding is None else sharding.inside is None) != _SHARDS_ON_ALL.get(self.frontend):
             raise ValueError(f"Problem: the pricer has the shards of another kind of model than {self.frontend.value}")
@@ -72,6 +77,16 @@ class Problem:
         _check_allowed(self.allowed, {tensor.name for tensor in self.trace.tensors})
         if Place.DEVICE not in self.places or not set(self.places) <= set(Place):
             raise ValueError(f"Problem: places must be the device, or device and host, got {self.places!r}")
+
+    @property
+    def step(self) -> ModelTrace:
+        """The trace of a training step."""
+        return self.trace if self.rounds is None else self.rounds.step
+
+    def on(self, step: ModelTrace, pricer: Pricer) -> Problem:
+        """The problem with another trace of a training step, and other prices."""
+        rounds = None if self.rounds is None else replace(self.rounds, step=step)
+        return replace(self, trace=step if rounds is None else rounds.trace, pricer=pricer, rounds=rounds)
 
     @property
     def machine(self) -> Machine:

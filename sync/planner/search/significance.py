@@ -21,5 +21,4 @@ def is_gain(step_s: float, none_s: float, trace: ModelTrace, margin: float) -> b
         trace: the trace that both predictions are made for.
         margin: the relative error of prices, as :attr:`~gckernels.sync.planner.machines.machine.Machine.margin`.
     """
-    computing_s = trace.forward_s + trace.backward_s + trace.optimizer_s
-    return none_s - step_s > margin * max(none_s - computing_s, none_s * PREDICTED_SHARE)
+    return none_s - step_s > margin * max(none_s - trace.computing_s, none_s * PREDICTED_SHARE)

@@ -77,8 +77,7 @@ def loads_of(stages: Iterable[PricedStage], root: int, machine: Machine) -> Load
 
 def computing_of(trace: ModelTrace, machine: Machine) -> Loads:
     """The loads of forward, backward and the optimizer."""
-    seconds = trace.forward_s + trace.backward_s + trace.optimizer_s
-    return {Load(machine.computes_on): seconds * min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
+    return {Load(machine.computes_on): trace.computing_s * min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
 
 
 def busiest_rank(loads: Loads, machine: Machine) -> int | None:
