@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..accuracy.accuracy import start_step
 from ..planner.choice import Choice, choose, policy_of
 from ..planner.drafts.problem import Problem, ProblemError
-from ..planner.drafts.rounds import Rounds
+from ..planner.drafts.rounds import UpdateRounds
 from ..planner.machines.machine import MachineError
 from ..plans.plan import Frontend, PlanError
 from ..traces.model_trace import ModelTrace
@@ -126,14 +126,14 @@ def _start_step_of(given: argparse.Namespace) -> int:
         raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
 
 
-def _rounds_of(given: argparse.Namespace, trace: ModelTrace) -> Rounds | None:
+def _rounds_of(given: argparse.Namespace, trace: ModelTrace) -> UpdateRounds | None:
     """The rounds of ``average_updates``; ``None`` if gradients are averaged."""
     if given.every is None:
         if given.delay is not None:
             raise wrong_use("--delay is for rounds of average_updates", "add --every")
         return None
     try:
-        return Rounds(trace, given.every, given.delay or 0)
+        return UpdateRounds(trace, given.every, given.delay or 0)
     except ValueError as error:
         raise wrong_use(f"--{error}", "both are those of average_updates") from None
 

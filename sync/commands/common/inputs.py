@@ -17,7 +17,7 @@ from gckernels.ops import Identity
 
 from ...accuracy.accuracy import allowed_compressors, fitted
 from ...planner.drafts.problem import Problem
-from ...planner.drafts.rounds import Rounds, is_mean
+from ...planner.drafts.rounds import UpdateRounds, is_mean
 from ...planner.machines.files import load_machine, machine_names
 from ...planner.machines.machine import Machine, has_prices
 from ...planner.machines.profile import Profile
@@ -113,7 +113,7 @@ def problem_of(
     trace: ModelTrace,
     machine: Machine,
     weights: str | None = None,
-    rounds: Rounds | None = None,
+    rounds: UpdateRounds | None = None,
 ) -> tuple[Problem, Caveats]:
     """The problem of parsed arguments, and its caveats.
 

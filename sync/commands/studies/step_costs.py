@@ -40,7 +40,7 @@ def step_costs(problem: Problem, choice: Choice) -> tuple[StepCost, ...]:
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in step.tensors)
     plain_nbytes = allreduce_sent_nbytes(nbytes, problem.topology.world_size)
     if step.gathers:
-        step = replace(step, buckets=())  # those of FSDP2 are none of DDP
+        step = replace(step, buckets=())  # groups of FSDP2 are no buckets of DDP
     plain_s = timeline(exact.plan, step, problem.pricer, Frontend.DDP).step_s
     rounds = {"exact updates": exact, "the plan": choice.row}
     return (

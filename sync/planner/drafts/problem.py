@@ -24,7 +24,7 @@ from ...traces.model_trace import ModelTrace
 from ..machines.machine import Machine
 from ..timeline.pricing import Pricer
 from ..timeline.timeline import Timeline, timeline
-from .rounds import Rounds
+from .rounds import UpdateRounds
 
 _SHARDS_ON_ALL = {Frontend.FSDP: True, Frontend.HSDP: False}
 """Whether the shards of a model of FSDP2 are on all ranks."""
@@ -63,7 +63,7 @@ class Problem:
     allowed: Mapping[str, tuple[Compressor, ...]] = field(default_factory=dict)
     places: tuple[Place, ...] = (Place.DEVICE,)
     weights: Codec | None = None
-    rounds: Rounds | None = None
+    rounds: UpdateRounds | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.frontend, Frontend):

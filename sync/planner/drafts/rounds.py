@@ -18,7 +18,7 @@ def is_mean(method: Compressor) -> bool:
 
 
 @dataclass(frozen=True)
-class Rounds:
+class UpdateRounds:
     """Rounds of ``average_updates``.
 
     Attributes:

@@ -13,7 +13,7 @@ from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.planner.choice import choose
 from gckernels.sync.planner.drafts.drafts import Option, draft_of_launches, plan_of, usual_launches
 from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.drafts.rounds import Rounds
+from gckernels.sync.planner.drafts.rounds import UpdateRounds
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
@@ -37,7 +37,7 @@ def trace_of_step(numel: int = 1 << 20) -> ModelTrace:
 
 
 def problem_of_rounds(step: ModelTrace, machine: Machine, every: int, delay: int = 0) -> Problem:
-    rounds = Rounds(step, every, delay)
+    rounds = UpdateRounds(step, every, delay)
     allowed = allowed_compressors(rounds.trace, [SIGNS])
     allowed = allowed | {each.name: (SIGNS,) for each in step.tensors}  # vectors here, so that sizes are simple
     return Problem(rounds.trace, Pricer(machine), Frontend.MODULE, allowed, rounds=rounds)
@@ -97,7 +97,7 @@ def test_the_search_finds_what_saves_most_of_a_round():
 def test_the_trace_of_a_round_has_all_its_computing():
     step = trace_of_step()
     for every, delay in ((1, 0), (5, 0), (5, 2), (5, 5)):
-        trace = Rounds(step, every, delay).trace
+        trace = UpdateRounds(step, every, delay).trace
         assert trace.computing_s == pytest.approx(every * step.computing_s)
         assert trace.backward_s == pytest.approx(delay * step.computing_s)
     assert trace.model == "m, rounds of 5 steps with a delay of 5"
@@ -106,7 +106,7 @@ def test_the_trace_of_a_round_has_all_its_computing():
 def test_updates_of_parameters_with_16_bits_have_32():
     dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     tensors = tuple(TracedTensor(str(dtype), 64, 0.0, dtype=dtype) for dtype in dtypes)
-    trace = Rounds(ModelTrace("m", tensors, 0.1), 1).trace
+    trace = UpdateRounds(ModelTrace("m", tensors, 0.1), 1).trace
     assert [each.dtype for each in trace.tensors] == [torch.float32] * 3 + [torch.float64]
 
 
@@ -115,7 +115,7 @@ def test_updates_of_parameters_with_16_bits_have_32():
 )
 def test_wrong_rounds_are_refused(every, delay, name):
     with pytest.raises(ValueError, match=f"^{name}: must be an integer from "):
-        Rounds(trace_of_step(), every, delay)
+        UpdateRounds(trace_of_step(), every, delay)
 
 
 def test_rounds_are_for_bare_modules():
