@@ -13,10 +13,9 @@ from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.ownership import end_spent
 from ..frontends.request import ModuleOptions
-from ..frontends.updates.anchors import PLAIN_MEAN
 from ..frontends.updates.schedule import Schedule
 from ..frontends.updates.updates_frontend import UpdatesFrontend
-from ..frontends.updates.updates_request import Outer, UpdatesRequest
+from ..frontends.updates.updates_request import PLAIN_MEAN, SHORT_ROUND, Outer, UpdatesRequest
 from ..plans.plan import Frontend, Plan
 from .attachment import Attachment
 
@@ -34,6 +33,7 @@ def average_updates(
     outer: Outer | None = None,
     anchor_device: torch.device | str | None = None,
     decay: float | None = None,
+    scale_steps: bool | None = None,
     grad_scaler: GradScaler | None = None,
     residual_bits: int = 32,
     seed: int = 0,
@@ -94,6 +94,10 @@ def average_updates(
         decay: from 0 to 1, by which residuals are multiplied before they are added to the next update. With 1 nothing
             is lost. The default is what has been best for signs: 0.5 for rounds of one or two steps, and 1 for longer
             ones.
+        scale_steps: whether steps of ``optimizer`` are made longer, by a factor for each tensor. An optimizer like Adam
+            makes short steps on one rank, because the second moment of a small batch has more noise than that of the
+            gradients of all ranks. The factor is measured in every round, with 68 bytes per tensor. By default it is
+            for compressed updates of one or two steps without ``outer``, and optimizers with ``betas`` and ``eps``.
         grad_scaler: the gradient scaler that calls the steps of ``optimizer``. A step that it skips on one rank counts
             there, as an update of zero; its method ``step`` is wrapped for that.
         residual_bits: with 8, residuals of element-wise quantisers take a byte per element instead of four.
@@ -136,6 +140,7 @@ def average_updates(
         anchor_device=None if anchor_device is None else torch.device(anchor_device),
         outer=PLAIN_MEAN if outer is None else outer,
         scaler=grad_scaler,
+        scale_steps=scale_steps,
     )
 
     def check() -> tuple[Plan, list[str]]:
@@ -150,4 +155,4 @@ def average_updates(
 
 def _default_decay(every: int) -> float:
     """The decay that has been best for signs (``bench/training/updates.py``)."""
-    return 0.5 if every in (1, 2) else 1.0
+    return 0.5 if every in range(1, SHORT_ROUND + 1) else 1.0

@@ -6,7 +6,6 @@ bits in the parameter the anchor keeps the rest. So means of small updates add u
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +15,6 @@ from ...plans.strides import grad_strides
 from ..members import Members
 from .optimizer_states import check_optimizer, copied
 from .updates_request import Outer
-
-PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
-"""The outer optimizer that adds the mean of the updates to the anchors."""
 
 
 class Anchors:

@@ -31,6 +31,7 @@ from .optimizer_states import check_optimizer, copied, mean_of
 from .optimizer_steps import OptimizerSteps
 from .schedule import Schedule, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements
+from .step_scales import StepScales
 from .updates_request import UpdatesRequest, checked_plan, fitting
 
 _BUCKET_NBYTES = 25 * 2**20
@@ -55,6 +56,8 @@ class UpdatesFrontend(ModelFrontend):
         self._anchors = Anchors(values, request.outer, request.anchor_device)
         self._taken = 0  # steps of the round that runs
         self._arriving: Arrival | None = None
+        settings = request.optimizer, request.group, request.device
+        self._scales = StepScales(*settings) if request.with_scales(plan) else None
         self._has_loaded, self._has_begun = False, False
         self._take(self.new_runtime(plan))
 
@@ -153,6 +156,13 @@ class UpdatesFrontend(ModelFrontend):
         self._has_loaded = True
 
     def _before_step(self) -> None:
+        """Check the parameters, and note where the step begins."""
+        self._check_parameters()
+        if self._scales is not None:
+            with torch.no_grad():
+                self._scales.before_step(self.parameters(), self._values())
+
+    def _check_parameters(self) -> None:
         """Raise a RuntimeError if the model has loaded other parameters, which the next mean would undo."""
         if self._has_loaded:
             begins = self._taken == 0 and all(
@@ -170,13 +180,18 @@ class UpdatesFrontend(ModelFrontend):
     def _after_step(self) -> None:
         """Count a step. Let a fragment arrive if it is time, and send the next one. Exact rounds at the start have one
         step each, and send all fragments together."""
+        starts = self.runtime.step < self.runtime.start_step
+        schedule = Schedule() if starts else self.request.schedule
         self._taken += 1
+        if self._scales is not None:
+            self._scales.after_step(self._values())
+            if self._taken >= schedule.every:
+                grads = {name: each.grad for name, each in self.parameters().items()}
+                self._scales.measure({name: each for name, each in grads.items() if each is not None}, self._values())
         if (arriving := self._arriving) is not None:
             arriving.left -= 1
             if arriving.left <= 0:
                 self._arrive(arriving)
-        starts = self.runtime.step < self.runtime.start_step
-        schedule = Schedule() if starts else self.request.schedule
         number = schedule.sent_after(self._taken)
         if self._taken >= schedule.every:
             self._taken = 0
@@ -253,6 +268,7 @@ class UpdatesFrontend(ModelFrontend):
         differ = self._taken or arriving is not None or self.request.schedule.fragments > 1
         own = {"taken": self._taken, "arriving": arriving, "parameters": copied(self._values() if differ else {})}
         own["optimizer"] = copied(self.request.optimizer.state_dict())
+        own["scales"] = None if self._scales is None else self._scales.state_dict()
         return {UPDATES: own | self._anchors.state_dict()}
 
     def read(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
@@ -279,5 +295,7 @@ class UpdatesFrontend(ModelFrontend):
             for name, parameter in parameters.items():
                 parameter.copy_(one["parameters"].get(name, self._anchors.values[name].detach()))
             self._taken, self._arriving, self._has_loaded = one["taken"], arriving, False
+            if self._scales is not None:
+                self._scales.load(one.get("scales"))
 
         return take

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
+from gckernels.ops import Identity
+
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
 from ..module.module_checks import frozen_lines, planned_of
@@ -17,9 +20,14 @@ from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
 from .schedule import Schedule
 from .site_parameters import own_parameters, shard_lines, values_of
+from .step_scales import is_adaptive
 
 Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
+PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
+"""The outer optimizer that adds the mean of the updates to the anchors."""
+SHORT_ROUND = 2
+"""The number of steps of a round up to which a step is like one of plain DDP (``bench/training/updates.py``)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class UpdatesRequest(Request):
     outer: Outer
     anchor_device: torch.device | None
     scaler: GradScaler | None
+    scale_steps: bool | None
 
     def check(self, parameters: dict[str, torch.nn.Parameter]) -> str:
         """A summary of the arguments, which must be the same on all ranks.
@@ -61,6 +70,8 @@ class UpdatesRequest(Request):
             raise ValueError(f"{self.caller}: mixing must be None or a number from 0 to 1, got {mixing!r}")
         if mixing is not None and not schedule.delay:
             raise ValueError(f"{self.caller}: mixing is for parameters that change in a delay, and delay is 0")
+        if not (self.scale_steps is None or type(self.scale_steps) is bool):
+            raise TypeError(f"{self.caller}: scale_steps must be None, True or False, got {self.scale_steps!r}")
         if not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise ValueError(f"{self.caller}: decay must be a number from 0 to 1, got {decay!r}")
         if not (scaler is None or isinstance(scaler, GradScaler)):
@@ -74,7 +85,16 @@ class UpdatesRequest(Request):
                 f"such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), got "
                 f"{type(self.outer if made is self.outer else made).__name__}"
             )
-        return f"{schedule}, mixing {mixing}, decay {decay}, outer {' '.join(repr(made).split())}"
+        settings = f"{schedule}, mixing {mixing}, decay {decay}, scale_steps {self.scale_steps}"
+        return f"{settings}, outer {' '.join(repr(made).split())}"
+
+    def with_scales(self, plan: Plan) -> bool:
+        """Whether steps get factors with a plan. Published algorithms have none, so by default exact updates, an outer
+        optimizer and long rounds are left as they are."""
+        if self.scale_steps is not None or not is_adaptive(self.optimizer):
+            return bool(self.scale_steps)
+        compresses = any(unit.compressor != Identity() for unit in plan.units)
+        return compresses and self.outer is PLAIN_MEAN and self.schedule.every <= SHORT_ROUND
 
     def refuse_averaged(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Raise a ValueError if DistributedDataParallel averages gradients over all ranks that average updates."""

@@ -1,0 +1,126 @@
+"""Factors of the steps of an optimizer whose second moments are of a small batch.
+
+Adam divides by the root of the second moment of a gradient. With one rank it has the noise of a part of the batch, so
+its steps are shorter than those on the mean gradient of all ranks, and more so with more ranks. A factor for each
+tensor makes up for it: ``sqrt(mean(norm(g_i)^2) / norm(mean(g_i))^2)``, for the gradients ``g_i`` of the ranks. It
+changes in the course of a training, so it is measured in every round.
+
+Ranks send a few sums in place of their gradients. Elements of a tensor, or of 16 pieces of it, get random signs and are
+added up in 16 sums. The sum of the squares of these has the squared norm as its expectation (Alon, Matias, Szegedy, The
+space complexity of approximating the frequency moments, 1999). Both norms are of such sums, so their errors have a part
+in common, and without noise the factor is 1.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .site_parameters import values_of
+
+_SUMS, _SAMPLE, _MEMORY = 16, 2**14, 0.9
+
+
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides by the root of second moments, as those of Adam's class do."""
+    return all("betas" in group and "eps" in group for group in optimizer.param_groups)
+
+
+class StepScales:
+    """The factors of the tensors of a model, and the steps that are made longer by them.
+
+    Args:
+        optimizer: makes the steps.
+        group: the ranks that average updates.
+        device: the device of the gradients.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._optimizer, self._group, self._device = optimizer, group, device
+        self._ranks = dist.get_world_size(group)
+        self._signs: dict[str, torch.Tensor] = {}
+        self._norms: dict[str, tuple[float, float]] = {}  # smoothed: of own gradients, and of their mean
+        self._begins: dict[str, torch.Tensor] = {}
+
+    def factor(self, name: str) -> float:
+        """The factor of the steps of a parameter, from 1 to the root of the number of ranks."""
+        own, mean = self._norms.get(name, (0.0, 0.0))
+        return min(max(math.sqrt(own / mean), 1.0), math.sqrt(self._ranks)) if own > 0 < mean else 1.0
+
+    def before_step(self, parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
+        """Note where a step begins.
+
+        Args:
+            parameters: the parameters, by name.
+            values: the values that this rank has of them.
+        """
+        if not self._norms:
+            return
+        kept = {id(each): self._kept(group) for group in self._optimizer.param_groups for each in group["params"]}
+        self._begins = {
+            name: values[name] * kept[id(each)]
+            for name, each in parameters.items()
+            if id(each) in kept and each.grad is not None and self.factor(name) > 1
+        }
+
+    def after_step(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Make the step longer that has just been made; nothing if it was skipped."""
+        begins, self._begins = self._begins, {}
+        for name, begin in begins.items():
+            values[name].copy_(torch.lerp(begin, values[name], self.factor(name)))
+
+    @staticmethod
+    def _kept(group: Mapping[str, Any]) -> float:
+        """The part of a parameter that a step's decoupled weight decay leaves. It is not made longer."""
+        decays = group.get("decoupled_weight_decay", False)
+        return 1.0 - float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decays else 1.0
+
+    # ---------------------------------------------------------------- measuring
+
+    def measure(self, gradients: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        """Measure the factors on the gradients of all ranks. Collective.
+
+        Args:
+            gradients: the gradients of this rank, by name. A parameter without one counts as zeros.
+            values: the parameters, whose names and shapes are the same on all ranks.
+        """
+        rows = [self._sums(name, gradients.get(name), each.numel()) for name, each in values.items()]
+        sums = torch.stack(rows).nan_to_num_(0.0, 0.0, 0.0)
+        dist.all_reduce(sums, group=self._group)
+        sums /= self._ranks
+        each = torch.stack((sums[:, _SUMS], sums[:, :_SUMS].square().sum(1)), 1).double().cpu().tolist()
+        for name, (own, mean) in zip(values, each, strict=True):
+            before = self._norms.get(name, (own, mean))
+            self._norms[name] = (
+                _MEMORY * before[0] + (1 - _MEMORY) * own,
+                _MEMORY * before[1] + (1 - _MEMORY) * mean,
+            )
+
+    def _sums(self, name: str, gradient: torch.Tensor | None, numel: int) -> torch.Tensor:
+        """The sums of a gradient with signs, and the sum of their squares, ``fp32 [17]``."""
+        count = min(numel, _SAMPLE) // _SUMS
+        if gradient is None or count == 0:
+            return torch.zeros(_SUMS + 1, dtype=torch.float32, device=self._device)
+        if name not in self._signs:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same on all ranks
+            bits = torch.randint(0, 2, (_SUMS, count), generator=generator, dtype=torch.int8, device="cpu")
+            self._signs[name] = (2.0 * bits - 1.0).to(self._device)
+        rows = numel // _SUMS
+        sample = values_of(gradient).reshape(-1)[: _SUMS * rows].view(_SUMS, rows)[:, :count].float()
+        signed = (sample * self._signs[name]).sum(1)
+        return torch.cat((signed, signed.square().sum().view(1)))
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def state_dict(self) -> dict[str, tuple[float, float]]:
+        """The smoothed squared norms, by name: of the gradients of ranks, and of their means."""
+        return dict(self._norms)
+
+    def load(self, state: Any) -> None:
+        """Continue from what :meth:`state_dict` has returned; with anything else from the beginning."""
+        self._norms = {name: (float(own), float(mean)) for name, (own, mean) in state.items()} if state else {}

@@ -1,0 +1,130 @@
+"""Factors of steps follow the noise of gradients, and steps are longer by them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gckernels import EFSignSGD, sync
+from gckernels.sync.frontends.updates.step_scales import StepScales
+from models import build
+from ranks import run_ranks, values_of
+from workloads import digest_of
+
+
+def group() -> Any:
+    return dist.distributed_c10d._get_default_group()
+
+
+def gradients(noise: float, numel: int, rank: int) -> torch.Tensor:
+    """A gradient that is the same on all ranks, and noise that is not, ``fp32 [numel]``."""
+    common = torch.randn(numel, generator=torch.Generator().manual_seed(7))
+    return common + noise * torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def measured() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values = {name: torch.zeros(numel) for name, numel in (("small", 100), ("large", 40_000), ("one", 1))}
+    parameters = {name: nn.Parameter(each) for name, each in values.items()}
+    optimizer = torch.optim.AdamW(parameters.values())
+    for noise, low, high in ((0.0, 1.0, 1.0 + 1e-6), (1.0, 1.0, math.sqrt(ranks)), (1e3, 1.2, math.sqrt(ranks))):
+        scales = StepScales(optimizer, group(), torch.device("cpu"))
+        for round_ in range(30):
+            scales.measure(
+                {name: gradients(noise, each.numel(), rank + ranks * round_) for name, each in values.items()}, values
+            )
+        found = scales.factor("large")
+        assert low - 1e-6 <= found <= high + 1e-9, (noise, found)
+        if noise == 1.0:  # (1 + 1) / (1 + 1 / ranks), as the noise of the mean is a part of that of a rank
+            assert abs(found - math.sqrt(2 / (1 + 1 / ranks))) < 0.3
+        assert scales.factor("one") == 1.0 and 1.0 <= scales.factor("small") <= math.sqrt(ranks)
+        assert scales.factor("unknown") == 1.0
+    state: list[Any] = [None] * ranks
+    dist.all_gather_object(state, scales.state_dict())
+    assert all(each == state[0] for each in state)
+    scales.measure({"small": torch.full((100,), torch.inf)} if rank else {}, values)
+    assert 1.0 <= scales.factor("small") <= math.sqrt(ranks)
+
+
+def longer() -> None:
+    """A step is longer by the factor, its weight decay is not; parameters without gradient stay."""
+    start = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    for kind, decay in ((torch.optim.AdamW, 0.5), (torch.optim.Adam, 0.0)):
+        one, other, idle = (nn.Parameter(start.clone()) for _ in range(3))
+        optimizer, plain = (kind([each], lr=0.1, weight_decay=decay) for each in (one, other))
+        optimizer.add_param_group({"params": [idle]})
+        scales = StepScales(optimizer, group(), torch.device("cpu"))
+        scales.load({"one": (2.25, 1.0), "idle": (2.25, 1.0)})
+        one.grad = other.grad = torch.ones(64)
+        parameters = {"one": one, "idle": idle}
+        values = {name: each.detach() for name, each in parameters.items()}
+        scales.before_step(parameters, values)
+        optimizer.step()
+        scales.after_step(values)
+        plain.step()
+        factor = min(1.5, math.sqrt(dist.get_world_size()))
+        kept = 1 - 0.1 * decay
+        expected = start * kept + factor * (other.detach() - start * kept)
+        torch.testing.assert_close(one.detach(), expected)
+        assert torch.equal(idle.detach(), start)
+        before = one.detach().clone()
+        scales.after_step(values)  # a gradient scaler has skipped the step
+        assert torch.equal(one.detach(), before)
+
+
+def chosen() -> None:
+    model = build("Mlp")
+    adamw, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = torch.optim.SGD
+    for optimizer, spec, settings, expected in (
+        (adamw, EFSignSGD(), {"every": 2}, True),
+        (adamw, EFSignSGD(), {"every": 3}, False),
+        (adamw, EFSignSGD(), {"every": 3, "scale_steps": True}, True),
+        (adamw, EFSignSGD(), {"scale_steps": False}, False),
+        (adamw, EFSignSGD(), {"outer": outer}, False),
+        (adamw, "Identity", {}, False),
+        (sgd, EFSignSGD(), {}, False),
+    ):
+        attachment = sync.average_updates(model, optimizer, spec, **settings)
+        assert (attachment._frontend._scales is not None) == expected, settings
+        attachment.close()
+
+
+def resumed() -> None:
+    digests: list[list[str]] = []
+    state: Any = None
+    for begin in (0, 7):
+        model = build("Mlp", seed=begin)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+        if state is not None:
+            attachment.load_state_dict(state)
+        digests.append([])
+        for step in range(begin, 14):
+            if step == 7 and state is None:
+                state = copy.deepcopy(attachment.state_dict())
+            optimizer.zero_grad()
+            model(model.batch(step, dist.get_rank())).backward()
+            optimizer.step()
+            digests[-1].append(digest_of(model.parameters()))
+        factors = [attachment._frontend._scales.factor(name) for name in attachment.parameters()]
+        assert max(factors) > 1.0
+        attachment.close()
+    assert digests[0][7:] == digests[1]
+
+
+def every_part() -> None:
+    measured()
+    longer()
+    chosen()
+    resumed()
+
+
+def test_factors():
+    for ranks in (2, 3):
+        values_of(run_ranks(ranks, every_part))
