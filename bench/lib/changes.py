@@ -52,6 +52,20 @@ def change(action: str, *arguments: int | str) -> None:
         raise RuntimeError(f"{action} {' '.join(map(str, arguments))}: {problem}")
 
 
+def change_for_all(action: str, *arguments: int | str) -> None:
+    """Change a link before any rank goes on; collective."""
+    if dist.get_rank() == 0:
+        change(action, *arguments)
+    gather(None)
+
+
+def cut_for(seconds: float, place: str | int) -> None:
+    """Cut a link before any rank goes on, and restore it some seconds later; collective."""
+    change_for_all("cut", place)
+    if dist.get_rank() == 0:
+        threading.Timer(seconds, change, ("restore", place)).start()
+
+
 def throttle(network: Network, rate: str) -> None:
     """Give the links between machines another rate; collective."""
     dist.barrier()

@@ -53,6 +53,13 @@ def rounds_within(budget_s: float, round_s: float, least: int, most: int) -> int
     return min(most, max(least, round(budget_s / float(slowest([(round_s,)])))))
 
 
+def turns_within(arms: Mapping[str, Callable[[], T]], budget_s: float, least: int, most: int) -> dict[str, list[T]]:
+    """The results of as many rounds as fit into a budget, judged by one more before them; collective."""
+    start_s = time.monotonic()
+    take_turns(arms, 0, 1)
+    return take_turns(arms, rounds_within(budget_s, time.monotonic() - start_s, least, most), 0)
+
+
 def seconds(call: Callable[[], object], device: torch.device = CPU) -> float:
     """Seconds until the work of one call is done."""
     start = time.perf_counter()

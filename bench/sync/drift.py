@@ -28,7 +28,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import threading
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -151,13 +150,10 @@ def _course(before: Trained, after: Trained) -> Row:
 
 def _change(network: Network, change: str) -> None:
     """Throttle, free or cut the links between machines; collective."""
-    if change != "cut":
+    if change == "cut":
+        changes.cut_for(CUT_S, FAILING)
+    else:
         changes.throttle(network, rate_after(network.rate, change))
-        return
-    if dist.get_rank() == 0:
-        changes.change("cut", FAILING)
-        threading.Timer(CUT_S, changes.change, ("restore", FAILING)).start()
-    changes.gather(None)  # the link is cut before any rank goes on
 
 
 def main() -> int:

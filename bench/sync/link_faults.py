@@ -24,7 +24,6 @@ import datetime
 import hashlib
 import statistics
 import sys
-import threading
 import time
 
 import torch.distributed as dist
@@ -88,36 +87,27 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
 
 def _pause(arm: Arm, rounds: int) -> Row:
     """Cut the link, and restore it a few seconds later."""
-    if dist.get_rank() == 0:
-        changes.change("cut", FAILING)
-        threading.Timer(PAUSE_S, changes.change, ("restore", FAILING)).start()
-    changes.gather(None)  # the link is cut before any rank goes on
+    changes.cut_for(PAUSE_S, FAILING)
     fault_s = max(changes.gather(arm.step_s()))
     return {"fault_s": f"{fault_s:.3f}", "after_s": _median_step_s(arm, rounds), "equal": _equal(arm)}
 
 
 def _cut(arm: Arm) -> Row:
     """Cut the link, and restore it when all ranks have noticed."""
-    if dist.get_rank() == 0:
-        changes.change("cut", FAILING)
-    changes.gather(None)
+    changes.change_for_all("cut", FAILING)
     start, raised = time.perf_counter(), False
     try:
         arm.ticks()
     except RuntimeError:
         raised = True
     found = changes.gather((raised, time.perf_counter() - start))
-    if dist.get_rank() == 0:
-        changes.change("restore", FAILING)
-    changes.gather(None)
+    changes.change_for_all("restore", FAILING)
     return {"fault_s": f"{max(seconds for _, seconds in found):.3f}", "raised": sum(raised for raised, _ in found)}
 
 
 def _slow(arm: Arm, rounds: int, rate: str) -> Row:
     """Throttle the link to a tenth of its rate."""
-    if dist.get_rank() == 0:
-        changes.change("throttle", FAILING, f"{round(bits_per_s(rate) / 10_000)}kbit")
-    changes.gather(None)
+    changes.change_for_all("throttle", FAILING, f"{round(bits_per_s(rate) / 10_000)}kbit")
     arm.step_s()  # the connections find their new rate
     after_s = _median_step_s(arm, rounds)
     equal = _equal(arm)

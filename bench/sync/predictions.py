@@ -37,7 +37,7 @@ from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.changes import throttle
 from bench.lib.contenders import Planned, from_rank_0
 from bench.lib.cores import keep_to_own_cores
-from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
+from bench.lib.rounds import ratio_columns, slowest, take_turns, turns_within
 from bench.sync.steps import RATES, ROUNDS_MIN
 from gckernels import sync
 from gckernels.compressor import Compressor
@@ -107,10 +107,8 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     throttle(cell.network, cell.network.rate)
     steps = {name: functools.partial(_turn, arm, _steps_in_turn(planned[name])) for name, arm in arms.items()}
     steps["alone"] = functools.partial(_alone, plain)
-    start_s = time.monotonic()
-    take_turns(steps, 0, 1)
-    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
-    seconds = {name: slowest(each)[:, 0].tolist() for name, each in take_turns(steps, rounds, 0).items()}
+    results = turns_within(steps, args.budget_s, ROUNDS_MIN, args.rounds)
+    seconds = {name: slowest(each)[:, 0].tolist() for name, each in results.items()}
     alone_s = statistics.median(seconds.pop("alone"))
     parts = {"alone_s": f"{alone_s:.5f}"}
     parts["recorded_s"] = f"{trace.computing_s:.5f}"

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from bench.lib import cells
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.models import WORKLOADS
-from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
+from bench.lib.rounds import ratio_columns, slowest, take_turns, turns_within
 from bench.lib.sharded_tables import AGAIN, FLAT, LEVELS, NATIVE, WEIGHTS
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network, sent_nbytes
@@ -127,15 +127,12 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
             arm.tune()
     steps = {spec: arm.step for spec, arm in arms.items()}
     take_turns(steps, 0, WARM_UP)
-    start_s = time.monotonic()
-    take_turns(steps, 1, 0)
-    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
-    results = take_turns(steps, rounds, 0)
+    results = turns_within(steps, args.budget_s, ROUNDS_MIN, args.rounds)
     seconds = {spec: slowest(each)[:, 0].tolist() for spec, each in results.items()}
     rows: list[Row] = []
     for spec, arm in arms.items():
         attachment = arm.attachment
-        row: Row = {"arm": spec, "rounds": rounds, "median_s": f"{statistics.median(seconds[spec]):.5f}"}
+        row: Row = {"arm": spec, "rounds": len(seconds[spec]), "median_s": f"{statistics.median(seconds[spec]):.5f}"}
         row |= ratio_columns(seconds[spec], seconds[NATIVE], "ratio_to_native")
         row |= {"wire_nbytes": f"{statistics.mean(nbytes for _, nbytes in results[spec]):.0f}"}
         row |= {"residual_nbytes": 0 if attachment is None else attachment.residual_nbytes()}

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 
 import torch.distributed as dist
 
@@ -24,7 +23,7 @@ from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.changes import throttle
 from bench.lib.contenders import from_rank_0
 from bench.lib.cores import keep_to_own_cores
-from bench.lib.rounds import rounds_within, slowest, take_turns
+from bench.lib.rounds import slowest, take_turns, turns_within
 from bench.lib.sharded_tables import NATIVE, WEIGHTS
 from bench.sync.sharded import RATES, ROUNDS_MIN, WARM_UP, WITH_WEIGHTS, ShardedArm
 from gckernels import sync
@@ -81,17 +80,15 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     predicted_s = from_rank_0(lambda: {spec: predicted(spec, recording.trace, profile, network) for spec in arms})
     steps = {spec: arm.step for spec, arm in arms.items()}
     take_turns(steps, 0, WARM_UP)
-    start_s = time.monotonic()
-    take_turns(steps, 1, 0)
-    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
-    seconds = {spec: slowest(each)[:, 0].tolist() for spec, each in take_turns(steps, rounds, 0).items()}
+    results = turns_within(steps, args.budget_s, ROUNDS_MIN, args.rounds)
+    seconds = {spec: slowest(each)[:, 0].tolist() for spec, each in results.items()}
     rows: list[Row] = []
     for spec, arm in arms.items():
         median_s = statistics.median(seconds[spec])
         measured_ratio = statistics.median(
             one / other for one, other in zip(seconds[spec], seconds[NATIVE], strict=True)
         )
-        row: Row = {"arm": spec, "rounds": rounds}
+        row: Row = {"arm": spec, "rounds": len(seconds[spec])}
         found_s, native_s = predicted_s[spec], predicted_s[NATIVE]
         row |= {"predicted_s": "" if found_s is None else f"{found_s:.5f}", "median_s": f"{median_s:.5f}"}
         row |= {"error": "" if found_s is None else f"{found_s / median_s - 1:+.3f}"}

@@ -33,7 +33,6 @@ import functools
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from bench.lib.bounds import Alone, Rest, Step, codec_s, link_nbytes, read_steps
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.changes import throttle
 from bench.lib.goodput import goodput
-from bench.lib.rounds import markdown, ratio_columns, rounds_within, slowest, take_turns
+from bench.lib.rounds import markdown, ratio_columns, slowest, take_turns, turns_within
 from gckernels.sync.lab import UNTHROTTLED, Network, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
@@ -99,10 +98,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     take_turns(steps | {SILENT: silent.step}, 0, WARM_UP)
     throttle(cell.network, cell.network.rate)
     turns = {"": empty_step} | steps | {"alone": arms[PLAIN].alone, SILENT: lambda: (silent.backward_s(),)}
-    start_s = time.monotonic()
-    take_turns(turns, 0, 1)
-    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
-    results = take_turns(turns, rounds, 0)
+    results = turns_within(turns, args.budget_s, ROUNDS_MIN, args.rounds)
     forward_s, backward_s, optimizer_s = slowest(results.pop("alone")).median(dim=0).values.tolist()
     (ddp_backward_s,) = slowest(results.pop(SILENT)).median(dim=0).values.tolist()
     seconds = {spec: slowest(each)[:, 0].tolist() for spec, each in results.items()}
@@ -114,7 +110,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     for spec in cell.arms:
         arm, step_s = arms[spec], statistics.median(seconds[spec])
         sent, on_wire = arm.sent_nbytes(), wire[spec] - wire[""]
-        row: Row = {"arm": spec, "rounds": rounds, "median_s": f"{step_s:.5f}"}
+        row: Row = {"arm": spec, "rounds": len(seconds[spec]), "median_s": f"{step_s:.5f}"}
         row |= ratio_columns(seconds[spec], seconds[PLAIN], "ratio_to_plain")
         row |= {"sent_nbytes": f"{sent:.0f}", "wire_nbytes": f"{on_wire:.0f}"}
         row |= {"wire_over_sent": f"{on_wire / sent:.3f}", "residual_nbytes": arm.residual_nbytes()}
