@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,9 @@ COLUMNS = (
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(path_of) -> Path:
     """A file with two cells, the second one without hooks and with a policy that has no plan."""
-    rows = [COLUMNS.split(",")]
+    rows = []
     for arm, ratio in (
         ("plain", "1.0000"),
         ("plain again", "1.0100"),
@@ -35,10 +34,7 @@ def path(tmp_path: Path) -> Path:
         rows.append(
             ["digits", "2x2", "none", arm, accuracy_of(arm), rounds, "0.01", "1.0000", "nothing", "", "", "62", ""]
         )
-    rows = [[*row, "ratio_error" if row is rows[0] else "0.001"] for row in rows]
-    with (tmp_path / "auto.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    return tmp_path / "auto.csv"
+    return path_of([dict(zip(COLUMNS.split(","), row, strict=True)) for row in rows])
 
 
 def test_a_line_for_every_cell(path: Path) -> None:

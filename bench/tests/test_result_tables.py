@@ -1,29 +1,12 @@
-"""Tests of the tables of results in the pages of measurements: accuracies, times, predictions, kernels and trains."""
+"""Tests of the tables of results: accuracies, times, predictions, kernels, trains and averages of updates."""
 
 from __future__ import annotations
-
-import csv
-
-import pytest
 
 from bench.lib.kernel_tables import compressors_table, widths_table
 from bench.lib.prediction_tables import NAMES, predictions_table
 from bench.lib.step_tables import trains_table
 from bench.lib.training_tables import accuracy_table, late_table
-
-
-@pytest.fixture
-def path_of(tmp_path):
-    """A function that writes rows into a file and returns its path."""
-
-    def write(rows):
-        with (tmp_path / "rows.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        return tmp_path / "rows.csv"
-
-    return write
+from bench.lib.updates_tables import accuracy_table as updates_table
 
 
 def test_accuracies_are_means_in_the_order_of_bytes():
@@ -106,3 +89,18 @@ def test_trains(path_of):
         "| hop, 256 KiB, 100 Mbit/s | 1.50 / 1.03 | 1.50 / 1.03 |",
         "| hop, 256 KiB, 1 Gbit/s | 1.50 / 1.03 | 1.50 / 1.03 |",
     ]
+
+
+def test_differences_of_updates_are_those_of_the_same_seeds(path_of):
+    numbers = {"steps": "400", "peak_lr": "0.003", "beta2": "0.95", "ranks": "2", "sent_bits": "0.61"}
+    found = {"EFSignSGD, every 10, decay 1": (3.3, 3.1), "EFSignSGD, every 2, decay 0.5": (3.25,), "none": (3.0, 3.1)}
+    rows = [
+        numbers | {"arm": arm, "seed": str(seed), "bits_per_byte": str(bits)}
+        for arm, each in found.items()
+        for seed, bits in enumerate(each)
+    ]
+    rows.append(rows[0] | {"steps": "900", "bits_per_byte": "9"})
+    *_, plain, short, long = updates_table(400, 3e-3, 0.95, path=path_of(rows)).splitlines()
+    assert plain == "| gradients | nothing |  | 0.61 | 3.050 |  |  |"
+    assert short == "| updates of 2 steps | `EFSignSGD` | 0.5 | 0.61 | 3.250 | +0.250 | +0.250 |"
+    assert long == "| updates of 10 steps | `EFSignSGD` | 1 | 0.61 | 3.200 | +0.150 | +0.300, +0.000 |"

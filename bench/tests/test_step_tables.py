@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-
 import pytest
 
 from bench.lib.step_tables import all_tables, faults_table, readme_table
@@ -12,7 +10,7 @@ ARMS = {"plain": 4000, "plain again": 4000, "fp16_compress_hook": 2000, "Cast16"
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(path_of):
     rows = []
     for network in ("2", "2x2"):
         for rate, slowness in (("50mbit", 8), ("100mbit", 4), ("1gbit", 1)):
@@ -21,11 +19,7 @@ def path(tmp_path):
                 row = {"model": "transformer_10m", "network": network, "rate": rate, "arm": arm, "sent_nbytes": nbytes}
                 row |= {"median_s": 0.4 * slowness * ratio, "ratio_to_plain": ratio, "step_over_bound": 1.254}
                 rows.append(row | {"ratio_quartile_1": ratio * 0.9, "ratio_quartile_3": ratio * 1.1})
-    with (tmp_path / "steps.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    return tmp_path / "steps.csv"
+    return path_of(rows)
 
 
 def test_the_table_for_the_readme(path):
@@ -49,24 +43,20 @@ def test_the_picture_is_drawn(path):
     from bench.lib.speedup import draw_speedup
 
     picture = draw_speedup(path, "transformer_10m")
-    assert picture.name == "steps_transformer_10m.png"
+    assert picture.name == "rows_transformer_10m.png"
     assert 0 < picture.stat().st_size < 150_000
     with pytest.raises(SystemExit, match="no rows of mlp"):
         draw_speedup(path, "mlp")
 
 
-def test_the_table_of_faults(tmp_path):
+def test_the_table_of_faults(path_of):
     row = {"world_size": "2", "arm": "EFSignSGD", "before_s": "0.05", "after_s": "", "expected_s": "", "raised": ""}
     rows = [
         row | {"fault": "pause", "fault_s": "6.5", "after_s": "0.04"},
         row | {"fault": "cut", "fault_s": "20.04", "raised": "2"},
         row | {"fault": "slow", "fault_s": "", "after_s": "0.21", "expected_s": "0.18", "arm": "plain"},
     ]
-    with (tmp_path / "link_faults.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*row, "fault", "fault_s"])
-        writer.writeheader()
-        writer.writerows(rows)
-    assert faults_table(tmp_path / "link_faults.csv").splitlines()[2:] == [
+    assert faults_table(path_of(rows)).splitlines()[2:] == [
         "| plain DDP | 2 | 50 ms |  |  |  | 210 ms | 180 ms |",
         "| `EFSignSGD` | 2 | 50 ms | 6.50 s | 40 ms | 2 ranks raise after 20.0 s |  |  |",
     ]

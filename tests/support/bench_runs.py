@@ -6,6 +6,7 @@ import csv
 import gc
 import os
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,20 @@ def tool(monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
 
     return make
+
+
+@pytest.fixture
+def path_of(tmp_path):
+    """A function that writes rows into a file of results and returns its path."""
+
+    def write(rows: Sequence[Mapping[str, object]]) -> Path:
+        with (tmp_path / "rows.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return tmp_path / "rows.csv"
+
+    return write
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
