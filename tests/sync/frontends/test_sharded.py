@@ -7,6 +7,7 @@ import contextlib
 import gc
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -40,10 +41,11 @@ QUANT = "BlockQuant(bits=4)"
 CODECS = (QUANT, "EFSignSGD", "TopK(ratio=0.1)", "QSGD", "Cast16")
 WITHOUT_REPLICAS = [name for name in SETTINGS if name != "sums last"]  # there are no sums of replicas
 OF_SHARDS = ("compiled", "bare root", "prefetches", "keeps parameters", "keeps parameters after forward")
+OF_PAIRS = ("plain", "sums last", "bf16", "sometimes unused")
 FORMS = pytest.mark.parametrize(("form", "ranks"), [("hsdp", 4), ("fsdp", 2)], ids=["hsdp", "fsdp"])
 
 
-def exactly(names: list[str], form: str) -> dict[str, tuple[str, str, int]]:
+def exactly(names: Sequence[str], form: str) -> dict[str, tuple[str, str, int]]:
     """By setting: digests without an attachment and with one that compresses nothing, and the steps of the latter."""
     found = {}
     for name in names:
@@ -62,8 +64,8 @@ def exactly(names: list[str], form: str) -> dict[str, tuple[str, str, int]]:
 @pytest.mark.parametrize(
     ("form", "ranks", "names"),
     [
-        ("hsdp", 4, ["plain", "sums last", "bf16", "sometimes unused"]),
-        ("one shard", 2, [name for name in SETTINGS if name not in OF_SHARDS]),
+        ("hsdp", 4, OF_PAIRS),
+        ("one shard", 2, [name for name in SETTINGS if name not in (*OF_SHARDS, *OF_PAIRS)]),
         ("replicate", 2, ["plain", "accumulates", "clips"]),
         ("fsdp", 2, WITHOUT_REPLICAS),
         pytest.param("hsdp", 4, list(SETTINGS), marks=pytest.mark.slow),

@@ -16,7 +16,7 @@ from gckernels import sync
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Net, adamw, digest, model_of, shards_of, train
 
-QUANT = "BlockQuant(bits=4)"
+QUANT, SLOW = "BlockQuant(bits=4)", pytest.mark.slow
 FORMS = pytest.mark.parametrize(("form", "ranks"), [("hsdp", 4), ("fsdp", 2)], ids=["hsdp", "fsdp"])
 
 
@@ -139,18 +139,18 @@ def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -
         ((None, 2), ("fsdp", 3), QUANT),
         (("fsdp", 3), (None, 2), QUANT),
         (("fsdp", 2), ("fsdp", 3), QUANT),
-        ((None, 2), ("hsdp", 4), QUANT),
+        pytest.param((None, 2), ("hsdp", 4), QUANT, marks=SLOW),
         (("hsdp", 4), ("fsdp", 2), QUANT),
-        (("hsdp", 4), ("hsdp", 6), QUANT),
-        (("hsdp", 4), ("three shards", 6), QUANT),
+        pytest.param(("hsdp", 4), ("hsdp", 6), QUANT, marks=SLOW),
+        pytest.param(("hsdp", 4), ("three shards", 6), QUANT, marks=SLOW),
         (("three shards", 6), ("hsdp", 4), QUANT),
-        (("hsdp", 4), (None, 2), "PowerSGD"),
+        pytest.param(("hsdp", 4), (None, 2), "PowerSGD", marks=SLOW),
         ((None, 2), ("hsdp", 4), "PowerSGD"),
         (("hsdp", 4), ("hsdp", 4), QUANT),
         ((MACHINES, 4), (MACHINES, 4), QUANT),
         ((MACHINES, 4), ("hsdp", 4), QUANT),
         (("fsdp", 3), (MACHINES, 4), QUANT),
-        ((MACHINES, 6), (None, 2), QUANT),
+        pytest.param((MACHINES, 6), (None, 2), QUANT, marks=SLOW),
     ],
 )
 def test_residuals_go_from_ddp_to_shards_and_back(before, after, spec, tmp_path):

@@ -167,7 +167,11 @@ def test_nothing_is_lost():
 
 
 def resumed() -> None:
-    for every, number, delay, mixing in ((4, 2, 2, None), (3, 1, 2, 0.5), (4, 4, 0, None)):
+    for every, number, delay, mixing, saved in (
+        *((4, 2, 2, None, at) for at in range(5, 9)),  # with and without each fragment on its way
+        *((3, 1, 2, 0.5, at) for at in (5, 7)),
+        (4, 4, 0, None, 6),
+    ):
         settings: dict[str, Any] = {"every": every, "fragments": number, "delay": delay, "mixing": mixing}
 
         def setup(
@@ -178,16 +182,15 @@ def resumed() -> None:
             made = sync.average_updates(model, optimizer, EFSignSGD(), outer=NESTEROV, **settings)
             return model, optimizer, made
 
-        for saved_at in range(5, 9):
-            model, optimizer, attachment = setup(0)
-            trained(model, optimizer, range(saved_at))
-            state = attachment.state_dict()
-            expected = trained(model, optimizer, range(saved_at, 14))
-            attachment.close()
-            model, optimizer, attachment = setup(1)
-            attachment.load_state_dict(state)
-            assert trained(model, optimizer, range(saved_at, 14)) == expected, (settings, saved_at)
-            attachment.close()
+        model, optimizer, attachment = setup(0)
+        trained(model, optimizer, range(saved))
+        state = attachment.state_dict()
+        expected = trained(model, optimizer, range(saved, 13))
+        attachment.close()
+        model, optimizer, attachment = setup(1)
+        attachment.load_state_dict(state)
+        assert trained(model, optimizer, range(saved, 13)) == expected, (settings, saved)
+        attachment.close()
 
 
 def test_resumed_while_a_fragment_is_on_its_way():

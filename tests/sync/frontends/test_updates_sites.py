@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -86,9 +87,15 @@ def like_ddp(spec: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return found, whole(wrapped)
 
 
-def test_shards_as_whole_parameters():
+@pytest.fixture(scope="module")
+def exact() -> Any:
+    """The parameters of :func:`like_ddp` with exact averages, by rank."""
+    return values_of(run_ranks(4, like_ddp, "Identity", fresh=True, exits=False))
+
+
+def test_shards_as_whole_parameters(exact: Any):
     """With exact averages FSDP2 inside a site gives the parameters of DDP there; signs differ, as blocks are others."""
-    for found, expected in values_of(run_ranks(4, like_ddp, "Identity", fresh=True, exits=False)):
+    for found, expected in exact:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     values_of(run_ranks(4, like_ddp, "EFSignSGD", fresh=True, exits=False))
@@ -106,8 +113,8 @@ def over_all_ranks() -> list[torch.Tensor]:
     return whole(wrapped)
 
 
-def test_ddp_inside_a_program_with_levels():
-    expected = values_of(run_ranks(4, like_ddp, "Identity", fresh=True, exits=False))[0][1]
+def test_ddp_inside_a_program_with_levels(exact: Any):
+    expected = exact[0][1]
     for found in values_of(run_ranks(4, over_all_ranks)):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
