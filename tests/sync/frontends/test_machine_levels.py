@@ -36,7 +36,13 @@ def trained(specs: tuple[str | None, ...], name: str) -> list[tuple[list[torch.T
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulates", "sums", "frozen", "bare root", "prefetches"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("accumulates", "sums", "frozen", "bare root"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "prefetches")),
+    ],
+)
 def test_only_the_order_of_sums_differs_if_nothing_is_compressed(name):
     for (alone, _), (attached, _) in values_of(run_ranks(4, trained, (None, "Identity"), name)):
         for one, other in zip(alone, attached, strict=True):

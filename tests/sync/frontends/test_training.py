@@ -43,7 +43,7 @@ def with_world_sizes(settings: Sequence[tuple[str, str]]) -> pytest.MarkDecorato
 
 # the test after this one covers all settings, in fewer steps and with other numbers of ranks
 @pytest.mark.parametrize(("compressor", "program"), [*thinned(combinations(), 40), *SETTINGS])
-@pytest.mark.parametrize("steps", [15, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_many_steps_leave_the_same_bits_on_every_rank(steps, compressor, program):
     found = values_of(run_ranks(3, train, Run(compressor, program, steps=steps)))
     assert len(set(found)) == 1
