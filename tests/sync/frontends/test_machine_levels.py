@@ -15,7 +15,7 @@ from sharded_models import SETTINGS, adamw, conserving, digest, model_of, shards
 
 QUANT = "BlockQuant(bits=4)"
 TOPOLOGY = (2, 2)
-STEPS = 4
+STEPS = 3
 
 
 def planned(model: Any, spec: str) -> sync.Plan:

@@ -36,7 +36,7 @@ from sharded_models import (
     train,
 )
 
-STEPS = 4
+STEPS = 3
 QUANT = "BlockQuant(bits=4)"
 CODECS = (QUANT, "EFSignSGD", "TopK(ratio=0.1)", "QSGD", "Cast16")
 WITHOUT_REPLICAS = [name for name in SETTINGS if name != "sums last"]  # there are no sums of replicas
