@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bench.lib import arms
+from bench.lib import arms, goodput
 from bench.lib.bounds import Alone
-from bench.lib.goodput import goodput
 from bench.lib.models import WORKLOADS
 from bench.sync import steps
 from gckernels import sync
@@ -34,7 +34,9 @@ def test_models_have_their_size_and_learn_the_same_everywhere(name):
 
 def run_arms(specs):
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    found, setting = {"goodput": goodput()}, arms.Setting.of("transformer_1m", Network(2))
+    with mock.patch.multiple(goodput, SECONDS=0.01, ROUNDS=2):
+        found = {"goodput": goodput.goodput()}
+    setting = arms.Setting.of("transformer_1m", Network(2))
     for spec in specs:
         arm = arms.Arm(spec, setting)
         for _ in range(arms.WARM_UP):

@@ -42,6 +42,7 @@ CODECS = (QUANT, "EFSignSGD", "TopK(ratio=0.1)", "QSGD", "Cast16")
 WITHOUT_REPLICAS = [name for name in SETTINGS if name != "sums last"]  # there are no sums of replicas
 OF_SHARDS = ("compiled", "bare root", "prefetches", "keeps parameters", "keeps parameters after forward")
 OF_PAIRS = ("plain", "sums last", "bf16", "sometimes unused")
+OF_ONE_SHARD = ("every microbatch", "bf16, reduced in fp32", "clips", "checkpoints", "groups")
 FORMS = pytest.mark.parametrize(("form", "ranks"), [("hsdp", 4), ("fsdp", 2)], ids=["hsdp", "fsdp"])
 
 
@@ -67,10 +68,11 @@ def exactly(names: Sequence[str], form: str) -> dict[str, tuple[str, str, int]]:
         ("hsdp", 4, OF_PAIRS),
         ("one shard", 2, [name for name in SETTINGS if name not in (*OF_SHARDS, *OF_PAIRS)]),
         ("replicate", 2, ["plain", "accumulates", "clips"]),
-        ("fsdp", 2, WITHOUT_REPLICAS),
+        ("fsdp", 2, [name for name in WITHOUT_REPLICAS if name not in OF_ONE_SHARD]),
+        pytest.param("fsdp", 2, OF_ONE_SHARD, marks=pytest.mark.slow),
         pytest.param("hsdp", 4, list(SETTINGS), marks=pytest.mark.slow),
     ],
-    ids=["hsdp", "one shard", "replicate", "fsdp", "hsdp, all"],
+    ids=["hsdp", "one shard", "replicate", "fsdp", "fsdp, others", "hsdp, all"],
 )
 def test_nothing_changes_if_nothing_is_compressed(form, ranks, names):
     # torch keeps the names of the groups of a mesh for an equal mesh of a later job in the same process

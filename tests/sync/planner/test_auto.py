@@ -204,12 +204,9 @@ def test_the_host_takes_part_only_where_it_may_and_helps():
     machine = replace(slow.machine, element_s=1e-8, link_nbytes_per_s=1e8, latency_s=1e-5)
     on_device = replace(slow, pricer=slow.pricer.on(machine))
     anywhere = replace(on_device, places=(Place.DEVICE, Place.HOST))
-    assert all(
-        getattr(step, "place", Place.DEVICE) == Place.DEVICE
-        for unit in POLICIES["auto"](on_device).units
-        for step in unit.program
-    )
-    assert anywhere.step_s(POLICIES["auto"](anywhere)) <= on_device.step_s(POLICIES["auto"](on_device))
+    plan = POLICIES["auto"](on_device)
+    assert all(getattr(step, "place", Place.DEVICE) == Place.DEVICE for unit in plan.units for step in unit.program)
+    assert anywhere.step_s(POLICIES["auto"](anywhere)) <= on_device.step_s(plan)
 
 
 @pytest.mark.parametrize("policy", ["auto", "all", "none"])
