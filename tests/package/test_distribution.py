@@ -25,6 +25,13 @@ payload = torch.empty(compressor.payload_nbytes(1000), dtype=torch.uint8)
 compressor.encode(torch.randn(1000), None, payload)
 print(gckernels.__file__, sync.__file__, sep="\\n")
 """
+FINDS = """
+from importlib import machinery, util
+package = util.find_spec("gckernels")
+part = machinery.PathFinder.find_spec("gckernels.sync", package.submodule_search_locations)
+print(package.origin)
+print(part.origin)
+"""
 
 
 def _run(*command: str, cwd: Path, **environment: str) -> str:
@@ -137,5 +144,6 @@ def test_the_lab_works_elsewhere(archives, tmp_path):
 
 def test_python_in_the_checkout_takes_the_checkout():
     """The checkout comes before installed packages on the path, so it must be a whole package."""
-    printed = _run(sys.executable, "-c", TRIES, cwd=ROOT)
+    printed = _run(sys.executable, "-c", FINDS, cwd=ROOT)
+    assert len(printed.splitlines()) == 2
     assert all(Path(name).is_relative_to(ROOT) for name in printed.splitlines())

@@ -29,7 +29,9 @@ class PlanClock(ScriptedClock):
         return self.now_s
 
 
-def tuned(weights: str | None, step_s: dict[str, float]) -> tuple[Any, set[str], str, dict[str, Any]]:
+def tuned(
+    weights: str | None, step_s: dict[str, float], steps: int = STEPS
+) -> tuple[Any, set[str], str, dict[str, Any]]:
     """The weights of the plan that was found, those of all plans that ran, a digest, and the state."""
     model, handles, seen = model_of(SETTINGS["plain"], "fsdp"), list[Any](), set[str]()
     clock = PlanClock(lambda: handles[0] if handles else None, step_s)
@@ -37,7 +39,7 @@ def tuned(weights: str | None, step_s: dict[str, float]) -> tuple[Any, set[str],
         attachment = sync.attach(model, weights=weights)
         handles.append(attachment)
         attachment.on_step_end(lambda: seen.add(str(attachment.plan.weights)))
-        train(model, SETTINGS["plain"], range(STEPS), adamw(model))
+        train(model, SETTINGS["plain"], range(steps), adamw(model))
     found = attachment.plan.weights, seen, digest(model), attachment.state_dict()
     assert ("parameters by BlockQuant" in repr(attachment)) == (attachment.plan.weights is not None)
     attachment.close()
@@ -60,7 +62,7 @@ def in_turn(call: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Any]:
 
 
 def all_tuned() -> list[Any]:
-    found = in_turn(tuned, (EIGHT, FASTEST), (EIGHT, FASTEST | {"weights": 0.5}), (None, FASTEST))
+    found = in_turn(tuned, (EIGHT, FASTEST), (EIGHT, FASTEST | {"weights": 0.5}), (None, FASTEST, 70))
     return [*found, resumed(EIGHT, found[0][-1]), resumed(None, found[0][-1])]
 
 
