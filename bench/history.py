@@ -9,12 +9,12 @@ with the date of the measurement, and its commit if the file has one.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bench.lib.program import program_parser
 from bench.lib.record import RESULTS, read_csv
 
 HISTORY = RESULTS / "history.csv"
@@ -81,7 +81,7 @@ HEADLINES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--update", action="store_true", help=f"append what has changed to {HISTORY.name}")
     options = parser.parse_args()
     before = {row["figure"]: row for row in read_csv(HISTORY)}

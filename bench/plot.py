@@ -6,14 +6,14 @@ python -m bench.plot speedup --model transformer_10m                  # steps_tr
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from bench.lib.program import program_parser
 from bench.lib.record import RESULTS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     commands = parser.add_subparsers(dest="picture", required=True)
     convergence = commands.add_parser("convergence", help="accuracy against bytes sent, with the Pareto front")
     convergence.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "convergence.csv")

@@ -19,7 +19,7 @@ import time
 import torch
 
 import gckernels
-from bench.lib.program import printed_by_workers
+from bench.lib.program import printed_by_workers, program_parser
 from bench.lib.record import write_csv
 from bench.lib.rounds import CPU, markdown
 
@@ -54,7 +54,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--compilers", nargs="+", default=["gcc", "clang"], metavar="CC", help="commands, as in CC")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

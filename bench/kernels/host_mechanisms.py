@@ -22,7 +22,6 @@ least bytes that must move, relative to the rate of the copy. ``factor_over_eage
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import os
@@ -37,6 +36,7 @@ import numpy as np
 import torch
 
 from bench.lib.cases import EAGER, FUSED, YARDSTICK_NUMEL, Case, yardstick
+from bench.lib.program import program_parser
 from bench.lib.record import merge_csv
 from bench.lib.rounds import CPU, seconds
 from bench.lib.sizes import parse_numel
@@ -211,7 +211,7 @@ def measure(work: Work, numel: int, threads: int, num_rounds: int) -> list[dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--numel", type=parse_numel, default=2**24, help="elements, a multiple of 16Ki")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(arguments)

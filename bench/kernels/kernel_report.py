@@ -10,11 +10,11 @@ busiest pipe needs more than 0.8 of the memory's time are listed at the end.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import triton
 
+from bench.lib.program import program_parser
 from bench.lib.record import RESULTS, note_origin
 from gckernels.testing.configurations import CONFIGURATIONS
 from harness.machine_code import pipes
@@ -70,7 +70,7 @@ def report_worse(path: Path, made_with: str, worse: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--pipes", action="store_true", help="leave the table of registers and accesses out")
     parser.add_argument("--update", action="store_true", help=f"write {TABLE.name} and {PIPES.name}")
     options = parser.parse_args()

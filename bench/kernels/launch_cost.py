@@ -15,7 +15,6 @@ product of the factors. Writes ``bench/results/cpu/launch_cost.csv``.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import time
@@ -28,6 +27,7 @@ import torch
 
 import gckernels
 from bench.lib import resnet50
+from bench.lib.program import program_parser
 from bench.lib.record import write_csv
 from gckernels.codec import Decoding, Encoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
@@ -137,7 +137,7 @@ def rows(specs: Sequence[str], rounds: int, calls: int) -> Iterator[dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("specs", nargs="*", default=SPECS, help="compressors")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--calls", type=int, default=CALLS, help="calls per round")

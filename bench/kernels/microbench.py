@@ -26,7 +26,6 @@ finds its tensors in the cache.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -37,13 +36,14 @@ from bench.kernels import host_kernels
 from bench.kernels.gpu_kernels import Bench, bandwidth_cases, directions
 from bench.lib.budget import Budget
 from bench.lib.cases import HOST_NUMEL, all_cases, all_specs
+from bench.lib.program import program_parser
 from bench.lib.sizes import parse_numel
 from bench.lib.timings import Recorder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compressors", nargs="+", metavar="SPEC", help='such as "EFSignSGD(block=1024)"')
     parser.add_argument("--sizes", nargs="+", type=parse_numel, metavar="NUMEL", help="elements, such as 16Ki or 4Mi")

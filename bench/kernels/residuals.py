@@ -9,13 +9,13 @@ element that must be read and written.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 
 import torch
 
 import gckernels
+from bench.lib.program import program_parser
 from bench.lib.record import write_csv
 from bench.lib.rounds import CPU, markdown, seconds, take_turns
 from gckernels import Codec
@@ -45,8 +45,7 @@ def _arms(spec: str, device: torch.device) -> dict[str, tuple[Callable[[], float
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = program_parser(__doc__)
     parser.add_argument("--device", type=torch.device, default=CPU)
     device = parser.parse_args().device
     rows = []

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench.lib.cases import FUSED, YARDSTICK_NUMEL, Case, yardstick
-from bench.lib.program import printed_by_workers
+from bench.lib.program import printed_by_workers, program_parser
 from bench.lib.record import write_csv
 from bench.lib.rounds import CPU, SETTLE_S, markdown, seconds
 from gckernels.toolkit.host import library
@@ -88,7 +88,7 @@ def _result(call_s: float, copy_s: float, moved_nbytes: int) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args().worker:
         print(json.dumps(measure()))

@@ -24,13 +24,13 @@ the memory limits a kernel, more resident warps are preferable to fewer instruct
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import multiprocessing
 from typing import Any
 
 import triton
 
+from bench.lib.program import program_parser
 from bench.lib.record import RESULTS, note_origin
 from gckernels.testing.configurations import DEFAULTS
 from gckernels.toolkit.kernels.launch import Launch
@@ -131,7 +131,7 @@ def _key(row: Row) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("specs", nargs="*", default=SPECS, help="compressors, all by default")
     parser.add_argument("--dry", action="store_true", help="print the rows instead of writing them")
     options = parser.parse_args()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from bench.lib.changes import served
 from bench.lib.cores import Stolen
 from bench.lib.models import WORKLOADS
-from bench.lib.program import python_arguments
+from bench.lib.program import program_parser, python_arguments
 from bench.lib.record import csv_path, environment, merge_csv, read_csv
 from bench.lib.rounds import CPU, markdown
 from bench.lib.sizes import two_or_more
@@ -76,8 +76,7 @@ class Measurement:
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """A parser of the options that all measurements have; ``rounds`` is the default number of rounds."""
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    made = argparse.ArgumentParser(description=description, formatter_class=raw)
+    made = program_parser(description)
     made.add_argument("--rounds", type=two_or_more, default=rounds)
     made.add_argument(
         "--resume", action="store_true", help="skip what the file has already, with these versions and settings"

@@ -1,7 +1,8 @@
-"""Command lines that run programs of this checkout."""
+"""Command lines of the programs of this checkout: their parsers, and commands that run them."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -13,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).absolute().parents[2]
+
+
+def program_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of arguments whose help begins with the docstring of a program, in its own lines."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def found(tool: str, *places: str) -> str | None:

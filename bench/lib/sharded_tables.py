@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench.lib.record import RESULTS, read_csv
@@ -21,21 +22,18 @@ FLAT, LEVELS = ", shards over all ranks", ", added up inside machines"
 def steps_table(path: Path = STEPS) -> str:
     """A row for every arm, with the time of its step relative to that of FSDP's own collectives on each link."""
     rows = [row for row in read_csv(path) if row["arm"] not in (NATIVE, AGAIN)]
-    cells = sorted({(row["network"], row["rate"]) for row in rows}, key=lambda cell: (cell[0], bits_per_s(cell[1])))
-    ratios = {(row["arm"], row["network"], row["rate"]): row["ratio_to_native"] for row in rows}
-    arms = dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -float(row["median_s"])))
-    head = ["attached", *(f"{network_name(network)}, {rate_name(rate)}" for network, rate in cells)]
-    return markdown_of_cells(head, [[_name(arm), *(ratios.get((arm, *cell), "") for cell in cells)] for arm in arms])
+    return _by_link(rows, lambda row: row["ratio_to_native"])
 
 
 def predictions_table(path: Path = PREDICTIONS) -> str:
     """A row for every arm, with the measured step on each link, and how far the prediction is from it."""
-    rows = read_csv(path)
+    return _by_link(read_csv(path), lambda row: f"{1e3 * float(row['median_s']):.0f} ms, {_error(row['error'])}")
+
+
+def _by_link(rows: Sequence[Mapping[str, str]], cell_of: Callable[[Mapping[str, str]], str]) -> str:
+    """A table with a row for every arm, the slowest first, and a cell of its row of results on each link."""
     cells = sorted({(row["network"], row["rate"]) for row in rows}, key=lambda cell: (cell[0], bits_per_s(cell[1])))
-    found = {
-        (row["arm"], row["network"], row["rate"]): f"{1e3 * float(row['median_s']):.0f} ms, {_error(row['error'])}"
-        for row in rows
-    }
+    found = {(row["arm"], row["network"], row["rate"]): cell_of(row) for row in rows}
     arms = dict.fromkeys(row["arm"] for row in sorted(rows, key=lambda row: -float(row["median_s"])))
     head = ["attached", *(f"{network_name(network)}, {rate_name(rate)}" for network, rate in cells)]
     return markdown_of_cells(head, [[_name(arm), *(found.get((arm, *cell), "") for cell in cells)] for arm in arms])

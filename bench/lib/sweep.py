@@ -5,13 +5,13 @@ A measurement of this kind describes itself by a :class:`Sweep`, which is its co
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from bench.lib.budget import Budget
+from bench.lib.program import program_parser
 from bench.lib.record import merge_csv
 
 Row = dict[str, object]
@@ -49,7 +49,6 @@ class Sweep:
 
     def main(self, description: str | None) -> None:
         """Run the command line."""
-        raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-        parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+        parser = program_parser(description)
         parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
         self.measure(torch.device(parser.parse_args().device), Budget.of_this_process())

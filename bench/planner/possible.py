@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import gckernels
+from bench.lib.program import program_parser
 from bench.lib.record import merge_csv
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.problem import Problem
@@ -56,7 +57,7 @@ _LINKS = (Shared.INTER, Shared.INTRA)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--machines", nargs="+", default=machine_names(), help="names or files of descriptions")
     parser.add_argument("--traces", nargs="+", default=trace_names(), help="names or files")
     parser.add_argument("--compressors", nargs="+", default=COMPRESSORS, metavar="SPEC")

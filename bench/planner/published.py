@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import gckernels
+from bench.lib.program import program_parser
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.planner.least_steps import least_step_s
 from gckernels.sync.planner.auto import free_problem
@@ -48,7 +49,7 @@ Row = dict[str, Any]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--machines", nargs="+", default=MACHINES, help="names or files")
     parser.add_argument("--traces", nargs="+", default=trace_names(), help="names or files")
     parser.add_argument("--compressors", nargs="+", default=COMPRESSORS, metavar="SPEC")

@@ -24,7 +24,6 @@ The works are empty, or the stages of programs with small units. A row has, for 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import math
@@ -45,6 +44,7 @@ with suppress(ImportError):  # registers the process group
     import torch.testing._internal.distributed.fake_pg
 
 import gckernels
+from bench.lib.program import program_parser
 from bench.lib.record import write_csv
 from bench.lib.rounds import CPU, take_turns
 from gckernels.sync import Topology, UnitPlan
@@ -284,7 +284,7 @@ def rows(rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--dry", action="store_true", help="write no file")
     arguments = parser.parse_args()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
-from bench.lib.program import launch_ranks
+from bench.lib.program import launch_ranks, program_parser
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import CPU
 from examples import common
@@ -20,8 +20,7 @@ def parser_of(
     doc: str | None, arms: Sequence[str], seeds: Sequence[int], steps: int, hint: str | None = None
 ) -> argparse.ArgumentParser:
     """The parser of a benchmark, with the arms, seeds and steps that it has by default, and a hint about arms."""
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    parser = program_parser(doc)
     parser.add_argument("--arms", nargs="+", default=list(arms), metavar="ARM", help=hint)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(seeds), metavar="SEED")
     parser.add_argument("--steps", type=int, default=steps)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
-from bench.lib.program import launch_ranks
+from bench.lib.program import launch_ranks, program_parser
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import markdown_of_cells
 from bench.training import fashion_mnist
@@ -50,8 +50,7 @@ RANKS = 2
 
 
 def parse_args() -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter  # keeps the line breaks
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = program_parser(__doc__)
     known = [PLAIN, *sorted(gckernels.COMPRESSORS)]
     parser.add_argument("--models", nargs="+", default=list(SHORT), choices=list(MODELS), metavar="MODEL")
     parser.add_argument("--compressors", nargs="+", default=known, metavar="SPEC", help='"none" is plain DDP')
