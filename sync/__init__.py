@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from . import programs as programs
 from .attaching.attach import attach
 from .attaching.attachment import Attachment
-from .attaching.average_updates import average_updates
 from .engine.recorded_step import RecordedStep
-from .engine.timeline_recorder import record_timeline
 from .frontends.request import uniform_plan
 from .plans.builders import exempt_vectors
 from .plans.plan import Frontend, Plan, PlanError, UnitPlan
@@ -20,11 +18,13 @@ from .stats.decisions import Decision
 from .stats.history import Sample
 from .traces.model_trace import ModelTrace
 from .traces.traced_tensors import TraceError
-from .tracing import ModelTracing, trace_model
 from .tuning.auto import Auto
 
 if TYPE_CHECKING:
+    from .attaching.average_updates import average_updates
+    from .engine.timeline_file import record_timeline
     from .profiling.measure import profile
+    from .tracing.model_tracing import ModelTracing, trace_model
 
 __all__ = [
     "Attachment",
@@ -52,8 +52,17 @@ __all__ = [
 ]
 
 
+_LATER = {
+    "ModelTracing": ".tracing.model_tracing",
+    "average_updates": ".attaching.average_updates",
+    "profile": ".profiling.measure",
+    "record_timeline": ".engine.timeline_file",
+    "trace_model": ".tracing.model_tracing",
+}
+"""The modules of names that most trainings do not need. They are imported when a name is asked for."""
+
+
 def __getattr__(name: str) -> object:
-    """Import what measures machines when it is asked for, so that attaching does not wait for it."""
-    if name == "profile":
-        return importlib.import_module(".profiling.measure", __name__).profile
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

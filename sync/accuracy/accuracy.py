@@ -18,6 +18,7 @@ whatever their size, are used only if a list names them.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from ..plans.arguments import as_method
 from ..plans.plan import Plan
 from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import Role, TracedTensor, TraceError
-from .errors import assumed_error
 
 SAFE_ERROR = 0.2
 AGGRESSIVE_ERROR = 0.9
@@ -245,7 +245,7 @@ def error_on(tensor: TracedTensor, method: Compressor) -> RelativeError | None:
         error = next((error for spec, error in tensor.errors.items() if _method(spec) == method), None)
     if error is not None:
         return RelativeError(error, assumed=False)
-    value = assumed_error(method)
+    value = importlib.import_module(".errors", __package__).assumed_error(method)
     return None if value is None else RelativeError(value, assumed=True)
 
 

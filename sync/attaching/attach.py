@@ -11,10 +11,8 @@ from gckernels.compressor import Compressor
 
 from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
-from ..frontends.checks.models import sharded_frontend
-from ..frontends.ddp.ddp_frontend import DdpFrontend
 from ..frontends.frontend import ModelFrontend
-from ..frontends.module.module_frontend import ModuleFrontend
+from ..frontends.kinds import frontend_of, kind_of
 from ..frontends.ownership import end_spent
 from ..frontends.request import UNCOMPRESSED, ModuleOptions, Request
 from ..plans.plan import Plan
@@ -124,10 +122,11 @@ def attach(
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
-    kind, device = _kind_of(model), device_of(model)
-    averaging, everyone = kind.groups(model, process_group)
+    frontend: type[ModelFrontend] = frontend_of(kind_of(model))
+    averaging, everyone = frontend.groups(model, process_group)
+    device = device_of(model)
     request = Request(
-        kind.kind,
+        frontend.kind,
         averaging,
         everyone,
         device,
@@ -150,7 +149,7 @@ def attach(
         lines = _checked_auto(plan, start_step, request.options) if isinstance(plan, Auto) else []
         if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
             raise TypeError("attach: model is compiled; attach to the DistributedDataParallel model, then compile that")
-        checked, more = kind.checked_plan(model, request)
+        checked, more = frontend.checked_plan(model, request)
         is_useless = checked.compresses and not any(unit.encodes_residuals for unit in checked.units)
         if residual_bits == 8 and is_useless and not isinstance(plan, Auto):
             raise ValueError(
@@ -161,18 +160,10 @@ def attach(
 
     agreed_plan = agreed("attach", everyone, device, check)
     end_spent(model)
-    attachment = Attachment(kind(model, agreed_plan, request), request)
+    attachment = Attachment(frontend(model, agreed_plan, request), request)
     if isinstance(plan, Auto):
         attachment._tune(model, plan, start_step)
     return attachment
-
-
-def _kind_of(model: object) -> type[ModelFrontend]:
-    """The front end of a model."""
-    if isinstance(model, DistributedDataParallel):
-        return DdpFrontend
-    sharded: type[ModelFrontend] | None = sharded_frontend(model) if isinstance(model, torch.nn.Module) else None
-    return sharded or ModuleFrontend
 
 
 def _checked_auto(auto: Auto, start_step: int, options: ModuleOptions) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,13 @@ from ..stats.decisions import Decision
 from ..stats.history import Sample
 from ..stats.stats import Figures
 from ..tuning.auto import Auto
-from ..tuning.trials.training import TunedTraining
-from ..tuning.tuning import Tuning
-from .proposers import proposers_of
-from .saving import SavedTraining
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
+    from ..tuning.tuning import Tuning
     from .checkpoint import Checkpoint
+    from .saving import SavedTraining
 
 
 class Attachment:
@@ -46,7 +45,7 @@ class Attachment:
         self._listeners = Listeners(frontend.follow_steps)
         self._parking = Parking(frontend, request, self._listeners)
         self._changes = PlanChanges(frontend, request, self._parking)
-        self._saved = SavedTraining(frontend, self._parking, self._changes, self._figures)
+        self._tuning: Tuning | None = None
         try:
             calls = FrontendCalls(self._end_step, self._meet_uneven_steps, self._parking.deliver, self.close)
             frontend.open(calls)
@@ -56,11 +55,10 @@ class Attachment:
 
     def _tune(self, model: torch.nn.Module, auto: Auto, start_step: int) -> None:
         """Find plans while the model is trained. If that cannot begin, close the attachment and raise."""
-        training = TunedTraining(self._frontend, self._changes, self._figures, self._listeners)
+        tuning = importlib.import_module("..tuning.tuning", __package__)
+        parts = (self._frontend, self._changes, self._figures, self._listeners)
         try:
-            proposers = proposers_of(auto, training)
-            self._saved.tuning = Tuning(training, self._changes, model, auto, start_step, proposers)
-            self._saved.adopts_plans = True
+            self._tuning = tuning.Tuning(*parts, model, auto, start_step)
         except BaseException:
             self.close()
             raise
@@ -75,8 +73,8 @@ class Attachment:
         a hook, which averages as DDP does; so it does if a release of torch lacks a private function of DDP that torch
         2.11 to 2.15 have.
         """
-        if (tuning := self._saved.tuning) is not None:
-            tuning.close()
+        if self._tuning is not None:
+            self._tuning.close()
         self._changes.close()
         self._frontend.close()
         self._parking.close()
@@ -90,8 +88,8 @@ class Attachment:
             listener()
 
     def _meet_uneven_steps(self, may_abandon: bool) -> None:
-        if (tuning := self._saved.tuning) is not None:
-            tuning.meet_uneven_steps(may_abandon)
+        if self._tuning is not None:
+            self._tuning.meet_uneven_steps(may_abandon)
 
     # ---------------------------------------------------------------- the plan
 
@@ -128,8 +126,8 @@ class Attachment:
                 what it needs, or something failed before. Every rank raises.
         """
         agreed_plan = self._changes.agreed(plan)
-        if (tuning := self._saved.tuning) is not None:
-            tuning.give(agreed_plan)
+        if self._tuning is not None:
+            self._tuning.give(agreed_plan)
         self._changes.follow(agreed_plan)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -267,12 +265,19 @@ class Attachment:
         Raises:
             OSError: the file cannot be written. If there was one, it is as it was.
         """
-        from ..reporting.collecting import collected  # late: most trainings write no report
-        from ..reporting.page import render
-
-        write_whole(path, render(collected(self._frontend, self._figures, self.residual_nbytes(), title)))
+        collecting = importlib.import_module("..reporting.collecting", __package__)
+        page = importlib.import_module("..reporting.page", __package__)
+        found = collecting.collected(self._frontend, self._figures, self.residual_nbytes(), title)
+        write_whole(path, page.render(found))
 
     # ---------------------------------------------------------------- checkpoints
+
+    @property
+    def _saved(self) -> SavedTraining:
+        saving = importlib.import_module(".saving", __package__)
+        parts = (self._frontend, self._parking, self._changes, self._figures)
+        saved: SavedTraining = saving.SavedTraining(*parts, self._tuning)
+        return saved
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, with which a resumed job continues bit for bit: tensors, ints, texts, and the plan as
@@ -320,6 +325,5 @@ class Attachment:
         Raises:
             TypeError: an argument has another type.
         """
-        from .checkpoint import Checkpoint  # late, because importing DTensor takes half a second
-
-        return Checkpoint(self._saved, reads, key)
+        made: Checkpoint = importlib.import_module(".checkpoint", __package__).Checkpoint(self._saved, reads, key)
+        return made

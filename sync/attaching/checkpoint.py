@@ -37,8 +37,8 @@ from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.dcp_guard import Refusal, refuse_to_be_deeper
 from ..states.header import GROUP, HEADER, PARKED, find_headers, name_of_group, own_group, parse, text_of
 from ..states.jobs import AVERAGED, Job
-from ..states.layout import FACTORS, RankState, kept_regions, max_sizes
-from ..states.resharding import check_fit, route
+from ..states.layout import FACTORS, RankState, kept_regions, max_sizes, route
+from ..states.resharding import check_fit
 from .rank_states import loaded_states, saved_states, state_targets
 from .saved_states import SavedStates
 from .saving import SavedTraining

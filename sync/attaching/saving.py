@@ -23,17 +23,24 @@ class SavedTraining:
 
     Args:
         frontend, parking, changes, figures: the parts of the attachment.
-
-    Attributes:
-        tuning: finds the plans, if none was given.
-        adopts_plans: whether the plan of a saved job runs when that is loaded, as with a tuning; then loading is
-            collective.
+        tuning: finds its plans, if none was given.
     """
 
-    def __init__(self, frontend: ModelFrontend, parking: Parking, changes: PlanChanges, figures: Figures) -> None:
+    def __init__(
+        self,
+        frontend: ModelFrontend,
+        parking: Parking,
+        changes: PlanChanges,
+        figures: Figures,
+        tuning: Tuning | None,
+    ) -> None:
         self._frontend, self.parking, self._changes, self._figures = frontend, parking, changes, figures
-        self.tuning: Tuning | None = None
-        self.adopts_plans = False
+        self._tuning = tuning
+
+    @property
+    def adopts_plans(self) -> bool:
+        """Whether the plan of a saved job runs when that is loaded, as with a tuning; then loading is collective."""
+        return self._tuning is not None
 
     @property
     def runtime(self) -> Runtime:
@@ -96,14 +103,14 @@ class SavedTraining:
     def adopt(self, saved: Plan) -> None:
         """Let the plan of a saved job run at once, because its residuals are loaded next. Collective."""
         self._changes.adopt(saved)
-        if self.tuning is not None:
-            self.tuning.adopted()
+        if self._tuning is not None:
+            self._tuning.adopted()
 
     def notes(self) -> dict[str, str]:
         """The texts of a checkpoint, beside what the runtime keeps."""
         averaged = self._frontend.averaged
         texts = {"journal": self._figures.journal.to_text()} | ({} if averaged == GRADIENTS else {AVERAGED: averaged})
-        return texts | ({} if self.tuning is None else self.tuning.notes())
+        return texts | ({} if self._tuning is None else self._tuning.notes())
 
     def read_notes(self, job: Job) -> Callable[[], None]:
         """A function that continues from the texts of a saved job, and from what it has parked, after its plan and its
@@ -118,7 +125,7 @@ class SavedTraining:
         take_parked = self.parking.read(job)
         text, figures = job.notes.get("journal"), self._figures
         journal = figures.journal if text is None else Journal.from_text(text)
-        take_tuning = None if self.tuning is None else self.tuning.read(job)
+        take_tuning = None if self._tuning is None else self._tuning.read(job)
 
         def take() -> None:
             figures.journal = journal

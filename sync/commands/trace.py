@@ -17,7 +17,7 @@ from ..accuracy.accuracy import allowed_compressors, unfitted
 from ..plans.numbers import duration, plural, three_digits, volume
 from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import Role
-from ..tracing import trace_model
+from ..tracing.model_tracing import trace_model
 from ..tracing.script import ScriptError, trace_of_script
 from .common.console import Console
 from .common.files import STANDARD, add_outputs, reading

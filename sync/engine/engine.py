@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.futures import Future
 
@@ -14,9 +14,11 @@ from ..programs.stages import Resource
 from ..resources.lanes import DeviceLanes
 from ..resources.stage import Stage
 from ..resources.workers import Failed, Token, Work
-from . import timeline_recorder
+from . import recorded_step
 from .ranges import SUBMIT, in_range, is_profiling, observer
-from .timeline_recorder import TimelineRecorder
+
+if TYPE_CHECKING:
+    from .timeline_recorder import TimelineRecorder
 
 R = TypeVar("R")
 
@@ -40,7 +42,7 @@ class Engine:
 
     @property
     def _recorder(self) -> TimelineRecorder | None:
-        return timeline_recorder.recorder or self.step_recorder
+        return recorded_step.timeline or self.step_recorder
 
     def prepare(self, message: Message) -> Route[Stage, Token]:
         """Make the lanes that a message needs, and return its route through them."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.autograd import profiler
 
 from ..messages.message import Message
 from ..resources.lane_kinds import Lane
 from ..resources.stage import Issue, Stage, Wait
-from .timeline_recorder import TimelineRecorder
+
+if TYPE_CHECKING:
+    from .timeline_recorder import TimelineRecorder
 
 R = TypeVar("R")
 SUBMIT = "gckernels::submit"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..plans.plan import Plan
 from ..programs.stages import StageKind
-from . import timeline_recorder
-from .timeline_recorder import TimelineRecorder
+
+if TYPE_CHECKING:
+    from .timeline_recorder import TimelineRecorder
 
 _NS = 1e-9
+timeline: TimelineRecorder | None = None
+"""The recorder of the timeline that this process records; ``None`` if it records none."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,10 @@ class StepTracer:
 
     def begin(self) -> None:
         """Note that the first message of a step will be submitted."""
-        records = self._is_asked and timeline_recorder.recorder is None
-        self.recorder = TimelineRecorder(self._rank) if records else None
+        self.recorder = None
+        if self._is_asked and timeline is None:
+            recorders = importlib.import_module(".timeline_recorder", __package__)
+            self.recorder = recorders.TimelineRecorder(self._rank)
 
     def end(self, step: int, plan: Plan) -> None:
         """Note that all messages of a step have been submitted.

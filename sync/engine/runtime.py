@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,7 +21,6 @@ from ..communication.communicators import Communicators
 from ..messages.build import build_message
 from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
-from ..messages.shards import add_unsent
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
 from ..programs.residuals import ENCODINGS
@@ -36,7 +36,6 @@ from .engine import Engine
 from .failures import FailedBucket, Outcome, failure
 from .recorded_step import StepTracer
 from .state import RuntimeState
-from .step_copies import StepCopies
 
 _COMPUTES = {Place.DEVICE: Resource.COMPUTE, Place.HOST: Resource.HOST_COMPUTE}
 _DRAINS = -1
@@ -118,7 +117,8 @@ class Runtime(RuntimeState):
                 self.close()
                 raise
         if (can_discard or grad_scaler is not None) and self._engine is not None:
-            self._copies = StepCopies(grad_scaler, self._feedback, plan, parameters or {}, device)
+            step_copies = importlib.import_module(".step_copies", __package__)
+            self._copies = step_copies.StepCopies(grad_scaler, self._feedback, plan, parameters or {}, device)
         self._beginning: list[Token] = []  # in the step, seeds are its own and residuals follow the scaler
         self._sent_nbytes = 0.0
         self._sent_steps = 0
@@ -238,7 +238,8 @@ class Runtime(RuntimeState):
             copies: the number of such means of all ranks over which another mean is taken.
         """
         if self.milestone == _DRAINS:
-            add_unsent(units, rows, self.rank, self._feedback, copies)
+            shards = importlib.import_module("..messages.shards", __package__)
+            shards.add_unsent(units, rows, self.rank, self._feedback, copies)
 
     def submit(self, messages: Sequence[Message], buffer: torch.Tensor) -> Future[Outcome]:
         """Queue the messages of a bucket and return a future, whose value is ``buffer`` when all of them are done, or a

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,14 @@ from ..plans.plan import Plan, UnitPlan
 from ..resources.feedback import KINDS, Feedback
 from ..resources.memory_spaces import Places
 from ..states.dcp_guard import Refusal
-from ..states.jobs import Job, read_own
 from ..states.layout import residual_sizes
-from ..states.parts import ModelPart, read_states
-from ..states.resharding import reshard
 from ..states.unsent import Kept, carried, unsent, unsent_by_parameter
 from .engine import Engine
-from .step_copies import StepCopies
+
+if TYPE_CHECKING:
+    from ..states.jobs import Job
+    from ..states.parts import ModelPart
+    from .step_copies import StepCopies
 
 _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
 
@@ -81,15 +83,20 @@ class RuntimeState:
             ValueError: a state is damaged, or of another rank or number of ranks, or the list is not of all ranks of
                 one job.
         """
+        job: Job
         if isinstance(state, list | tuple):
-            return read_states(state, self.plan, self.part)
+            parts = importlib.import_module("..states.parts", __package__)
+            job = parts.read_states(state, self.plan, self.part)
+            return job
         entry = None if self.part is None else self.part.entry
         if isinstance(state, dict) and state.get("part") != entry:
             raise ValueError(
                 f"state: saved by a rank with part {state.get('part')} of the parameters, but this rank has {entry}; "
                 "pass the list of the states of all its ranks instead"
             )
-        return read_own(state, self.rank, self.world_size)
+        jobs = importlib.import_module("..states.jobs", __package__)
+        job = jobs.read_own(state, self.rank, self.world_size)
+        return job
 
     def forget(self) -> None:
         """Drop everything that residuals hold, because others will be loaded."""
@@ -159,7 +166,8 @@ class RuntimeState:
         Raises:
             ValueError: they are of a plan with other units or compressors. Nothing has been changed.
         """
-        feedback = reshard(job, self.plan, self.topology, self.rank)
+        resharding = importlib.import_module("..states.resharding", __package__)
+        feedback = resharding.reshard(job, self.plan, self.topology, self.rank)
         if self._engine is None:
             if job.has_unsent:
                 warnings.warn(

@@ -11,23 +11,21 @@ import collections
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gckernels.codec import chunk_numel
-from gckernels.ops import Identity
 
 from ..communication.communicators import DryCommunicators
 from ..messages.build import build_message
 from ..messages.seeds import Seeds
 from ..plans.grouping import MessageSpec, PlacedUnit, message_kind
-from ..plans.numbers import volume
 from ..plans.plan import Plan, UnitPlan
 from ..plans.strides import in_reals
-from ..programs.named import ALLREDUCE, SHARDS
+from ..programs.named import SHARDS
 from ..programs.stages import MessageKind
 from ..programs.steps import Level
 from ..programs.topology import Topology
@@ -78,13 +76,7 @@ def within_budget(
         f"{budget_nbytes / 2**20:.1f} MiB; these units are averaged without compression: {names}",
         stacklevel=2,
     )
-    return plan.with_units(_exact(unit) if index in dropped else unit for index, unit in enumerate(plan.units))
-
-
-def _exact(unit: UnitPlan) -> UnitPlan:
-    """The unit, averaged in place."""
-    exact = replace(unit, compressor=Identity(), program=ALLREDUCE, feedback=False)
-    return replace(exact, message=None, channel=None)
+    return plan.with_units(unit.exactly() if index in dropped else unit for index, unit in enumerate(plan.units))
 
 
 def plan_nbytes(
@@ -196,47 +188,3 @@ def _nbytes_on(
     with _Allocations() as allocations:
         build_message(spec, buffer, communicators, feedback, seeds, False)
     return int(allocations.nbytes) + (feedback.nbytes() if copies else 0)
-
-
-@dataclass(frozen=True)
-class Room:
-    """The memory of a device at some time.
-
-    Attributes:
-        taken_nbytes: the bytes of all tensors.
-        peak_nbytes: the largest number of them so far.
-        limit_nbytes: the largest number that there can be.
-    """
-
-    taken_nbytes: int
-    peak_nbytes: int
-    limit_nbytes: int
-
-    @staticmethod
-    def of(device: torch.device) -> Room | None:
-        """The memory of a CUDA device now; ``None`` for any other device, and if its allocator does not say."""
-        if device.type != "cuda":
-            return None
-        try:
-            taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-            free, _ = torch.cuda.mem_get_info(device)
-            return Room(taken, peak, torch.cuda.memory_reserved(device) + free)
-        except RuntimeError:  # an allocator of the user
-            return None
-
-
-def require_room(before: Room | None, after: Room | None) -> None:
-    """Raise a MemoryError if a step as large as the largest one so far has no room beside a plan.
-
-    Args:
-        before: the memory before the plan was built; ``None`` if it is not known.
-        after: the memory since then.
-    """
-    if before is None or after is None:
-        return
-    plan_nbytes = after.taken_nbytes - before.taken_nbytes
-    left_nbytes = after.limit_nbytes - before.peak_nbytes
-    if plan_nbytes > left_nbytes:
-        raise MemoryError(
-            f"the plan takes {volume(plan_nbytes)}, and the largest step so far leaves {volume(max(left_nbytes, 0))}"
-        )

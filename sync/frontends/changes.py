@@ -24,11 +24,11 @@ from ..communication.collectives import on_any_rank
 from ..engine.runtime import Runtime
 from ..plans.builders import resumable
 from ..plans.plan import Plan
-from .budget import Room, require_room
+from .checks.optimizer_watches import OptimizerWatches
 from .frontend import GRADIENTS, ModelFrontend
-from .optimizers import OptimizerWatches
 from .parking import Parking
 from .request import Request
+from .room import Room, require_room
 
 T = TypeVar("T")
 

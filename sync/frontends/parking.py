@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from gckernels.ops import Identity
 
-from ..engine.step_copies import StepCopies
 from ..plans.builders import plan_of_parameters
 from ..plans.plan import UnitPlan
 from ..plans.strides import in_memory
 from ..programs.residuals import ENCODINGS
 from ..resources.feedback import KINDS, Feedback
 from ..resources.memory_spaces import Places
-from ..states.jobs import Job
 from .frontend import ModelFrontend
 from .listeners import Listeners
 from .request import Request
+
+if TYPE_CHECKING:
+    from ..engine.step_copies import StepCopies
+    from ..states.jobs import Job
 
 _KIND = ENCODINGS[0]
 
@@ -113,7 +117,8 @@ class Parking:
             if (scaler := request.enabled_scaler) is not None or request.can_discard:
                 parameters = frontend.parameters()
                 whole = plan_of_parameters(parameters, Identity(), 1)
-                self._copies = StepCopies(scaler, self._feedback, whole, parameters, frontend.device)
+                step_copies = importlib.import_module("..engine.step_copies", __package__)
+                self._copies = step_copies.StepCopies(scaler, self._feedback, whole, parameters, frontend.device)
         self._feedback.load_state_dict({kind: {} for kind in KINDS} | {_KIND: dict(parts)})
         if self._copies is not None:
             self._copies.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,11 +23,10 @@ from ..plans.arguments import Exempt, as_exempt, as_method, as_named_parameters,
 from ..plans.builders import plan_of_parameters
 from ..plans.plan import Frontend, Plan, PlanError
 from ..programs.named import exact_program
-from ..programs.spans import MEAN
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
-from .budget import within_budget
-from .checks.models import ddp_parameters, refuse_without_shape, sharded_frontend, why_uncompressed
+from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
+from .kinds import frontend_of, kind_of
 
 _CALLER = "attach"
 UNCOMPRESSED = Identity()
@@ -80,7 +80,7 @@ def uniform_plan(
     ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
     parameters = as_named_parameters("uniform_plan", model) if ddp_model is None else ddp_parameters(ddp_model)
     refuse_without_shape("uniform_plan", parameters)
-    sharded = sharded_frontend(unwrapped) if isinstance(unwrapped, torch.nn.Module) else None
+    kind = kind_of(unwrapped)
     method = as_method("uniform_plan: compressor", compressor)
     steps = as_program("uniform_plan", program)
     is_exempt = None if exempt == "default" else as_exempt("uniform_plan", exempt, parameters)
@@ -93,9 +93,9 @@ def uniform_plan(
         if not dist.is_initialized():
             raise ValueError("uniform_plan: world_size must be given, because torch.distributed is not initialised")
         group = None if ddp_model is None else ddp_model.process_group
-        world_size = dist.get_world_size(group if sharded is None else sharded.averaging(unwrapped))
-    span = MEAN if sharded is None else sharded.kind.span(shape)
-    made = plan_of_parameters(parameters, method, world_size, steps, is_exempt, shape, span)
+        is_sharded = kind in (Frontend.HSDP, Frontend.FSDP)
+        world_size = dist.get_world_size(frontend_of(kind).averaging(unwrapped) if is_sharded else group)
+    made = plan_of_parameters(parameters, method, world_size, steps, is_exempt, shape, kind.span(shape))
     made.check(parameters.items(), world_size)
     return made
 
@@ -229,7 +229,8 @@ class Request:
         if self.memory_budget_mb is not None:
             budget_nbytes, copies = self.memory_budget_mb * 2**20, self.can_discard or self.enabled_scaler is not None
             limits = budget_nbytes, copies, self.residual_bits
-            plan = within_budget(self.caller, plan, parameters, world_size, *limits)
+            budget = importlib.import_module(".budget", __package__)
+            plan = budget.within_budget(self.caller, plan, parameters, world_size, *limits)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"
         if self.can_discard:

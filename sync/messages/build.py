@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import assert_never
 
 import torch
@@ -13,10 +14,8 @@ from ..programs.stages import MessageKind
 from ..resources.feedback import Feedback
 from ..resources.memory_spaces import Allocate
 from .encoded import EncodedMessage
-from .lowrank import LowRankMessage
 from .message import DenseMessage, Message, Unit
 from .seeds import Seeds
-from .shards import ShardMessage
 
 
 def build_message(
@@ -39,8 +38,11 @@ def build_message(
         shares: as for :class:`~.message.DenseMessage`.
         allocate: makes the buffers of the message; by default each has memory of its own.
     """
+    message: Message
     if spec.program == SHARDS:
-        return ShardMessage(spec.units, buffer, communicators, feedback, seeds, spec.channel, allocate)
+        shards = importlib.import_module(".shards", __package__)
+        message = shards.ShardMessage(spec.units, buffer, communicators, feedback, seeds, spec.channel, allocate)
+        return message
     if spec.kind == MessageKind.IN_PLACE:
         return DenseMessage(buffer[spec.start : spec.stop], spec.keys, communicators, shares)
     units = [Unit(unit.plan, buffer[unit.start : unit.stop]) for unit in spec.units]
@@ -48,6 +50,8 @@ def build_message(
         case MessageKind.ENCODED:
             return EncodedMessage(units, communicators, feedback, seeds, spec.channel, allocate)
         case MessageKind.LOW_RANK:
-            return LowRankMessage(units, communicators, feedback, seeds, allocate)
+            lowrank = importlib.import_module(".lowrank", __package__)
+            message = lowrank.LowRankMessage(units, communicators, feedback, seeds, allocate)
+            return message
         case _:
             assert_never(spec.kind)

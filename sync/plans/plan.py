@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
 import json
 import math
 import os
@@ -18,18 +19,19 @@ from typing import Annotated, Any
 
 import torch
 
-from gckernels.codec import CHUNK_ALIGN
+from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
 from gckernels.compressor import Compressor, from_json
 
 from ..programs.named import ALLTOALL, SHARDS, exact_program
 from ..programs.spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
+from ..programs.steps import Broadcast
 from ..programs.topology import Topology
 from .arguments import GATHERED_BY, differentiable
 from .checks import contradictions, fitted_units, misfits
 from .json_files import Entry, bytes_of, document, parsed, write_whole
 from .json_records import JsonForm, from_value, read_record, written
 from .prediction import Prediction
-from .units import MAX_CHANNELS, PlanError, UnitPlan, parted, with_spread_roots
+from .units import MAX_CHANNELS, PlanError, UnitPlan
 
 __all__ = ["Frontend", "Plan", "PlanError", "UnitPlan"]
 
@@ -156,7 +158,16 @@ class Plan:
         """
         if type(max_numel) is not int or max_numel < CHUNK_ALIGN:
             raise ValueError(f"parted: max_numel must be an int from {CHUNK_ALIGN} up, got {max_numel!r}")
-        return self.with_units(parted(self.units, max_numel))
+        units: list[UnitPlan] = []
+        for unit in self.units:
+            if unit.numel <= max_numel or unit.also or not isinstance(unit.compressor, Codec):
+                units.append(unit)
+                continue
+            size = min(chunk_numel(unit.numel, -(-unit.numel // max_numel)), max_numel // CHUNK_ALIGN * CHUNK_ALIGN)
+            part = replace(unit, message=None, channel=None)
+            for start in range(0, unit.numel, size):
+                units.append(replace(part, start=(unit.start or 0) + start, numel=min(size, unit.numel - start)))
+        return self.with_units(units)
 
     def spread_roots(self, world_size: int) -> Plan:
         """The plan with the roots of its units spread over the ranks.
@@ -164,7 +175,13 @@ class Plan:
         From the largest unit to the smallest, each gets the rank that has the fewest elements so far as its root. Units
         whose programs have no root stay as they are.
         """
-        return self.with_units(with_spread_roots(self.units, world_size))
+        load = [(0, rank) for rank in range(world_size)]  # a heap
+        roots: dict[int, int] = {}
+        for index, unit in sorted(enumerate(self.units), key=lambda each: (-each[1].numel, each[0])):
+            if any(isinstance(step, Broadcast) for step in unit.program):
+                least, roots[index] = load[0]
+                heapq.heapreplace(load, (least + unit.numel, roots[index]))
+        return self.with_units(replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(self.units))
 
     def for_frontend(self, frontend: Frontend | None) -> Plan:
         """The plan for another kind of model, without its prediction.

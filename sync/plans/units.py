@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
+from gckernels.codec import Codec
 from gckernels.compressor import Compressor, from_json
 from gckernels.ops import Identity
 
 from ..programs.named import ALLREDUCE, REDUCE_SCATTER, REDUCE_SCATTER_OF_LEVELS, default_program
 from ..programs.spans import SHARD, Span
-from ..programs.steps import Broadcast, Program, program_from_json, program_to_json
+from ..programs.steps import Program, program_from_json, program_to_json
 from .arguments import plain_name
 from .json_records import JsonForm, from_value
 
@@ -115,6 +113,10 @@ class UnitPlan:
         """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
         return self.compressor if kind == "worker" else self.compressor.shard_compressor
 
+    def exactly(self, program: Program = ALLREDUCE) -> UnitPlan:
+        """The unit, averaged in place without compression, in a message that its bucket decides."""
+        return replace(self, compressor=Identity(), program=program, feedback=False, message=None, channel=None)
+
     def sent_to_shards(self, span: Span = SHARD) -> UnitPlan:
         """The unit as it is sent where the mean ends in shards and others are compressed: exactly, if it is not
         compressed, and in their program."""
@@ -133,27 +135,3 @@ def takes_shards(compressor: Compressor) -> bool:
     """Whether a compressor can encode the shards of a parameter one by one, and so be used where the mean ends in
     shards. Momenta and low-rank factors are of whole parameters."""
     return isinstance(compressor, Codec) and compressor.traits.states == 1
-
-
-def parted(units: Iterable[UnitPlan], max_numel: int) -> Iterator[UnitPlan]:
-    """The units, of which large ones are cut into parts, as :meth:`Plan.parted` documents it."""
-    for unit in units:
-        if unit.numel <= max_numel or unit.also or not isinstance(unit.compressor, Codec):
-            yield unit
-            continue
-        size = min(chunk_numel(unit.numel, -(-unit.numel // max_numel)), max_numel // CHUNK_ALIGN * CHUNK_ALIGN)
-        first = unit.start or 0
-        for start in range(0, unit.numel, size):
-            numel = min(size, unit.numel - start)
-            yield replace(unit, start=first + start, numel=numel, message=None, channel=None)
-
-
-def with_spread_roots(units: Sequence[UnitPlan], world_size: int) -> Iterator[UnitPlan]:
-    """The units with their roots spread over the ranks, as :meth:`Plan.spread_roots` documents it."""
-    load = [(0, rank) for rank in range(world_size)]  # a heap
-    roots: dict[int, int] = {}
-    for index in sorted(range(len(units)), key=lambda index: (-units[index].numel, index)):
-        if any(isinstance(step, Broadcast) for step in units[index].program):
-            least, roots[index] = load[0]
-            heapq.heapreplace(load, (least + units[index].numel, roots[index]))
-    return (replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(units))

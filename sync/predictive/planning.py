@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,13 +28,13 @@ from ..planner.machines.sharding import Sharding
 from ..planner.starts import STARTS
 from ..planner.timeline.pricing import Pricer
 from ..plans.names import short_spec, summary_of
+from ..plans.numbers import duration, plural, three_digits
 from ..plans.plan import Frontend, Plan, PlanError
 from ..programs.stages import StageKind
 from ..programs.steps import Level, Place
 from ..stats.decisions import LOGGER
 from ..traces.model_trace import ModelTrace
 from ..tuning.trials.rules import Phase
-from ..tuning.trials.sentences import tries
 
 FINALISTS = 2
 """Plans that may be tried."""
@@ -231,3 +231,15 @@ def _predicted(row: Row, choice: Choice) -> Plan:
     if policy.startswith("all:"):
         policy = f"all:{short_spec(from_spec(policy.removeprefix('all:')))}"
     return replace(row.plan, prediction=replace(prediction, step_s=row.step_s, policy=policy, error=row.error))
+
+
+def tries(plans: Sequence[tuple[str, float | None]], found_s: float) -> str:
+    """The line of the log before plans are tried.
+
+    Args:
+        plans: the plans, at least one, with the predicted seconds of a step.
+        found_s: how long the search has taken, in seconds of a core.
+    """
+    named = [plan + ("" if step_s is None else f", predicted {duration(step_s)}") for plan, step_s in plans]
+    found = f"{plural(len(plans), 'plan')} predicted to be faster, found in {three_digits(found_s)} s"
+    return f"{found}, to be tried: {'; '.join(named)}"

@@ -1,6 +1,8 @@
 """Programs: the steps in which a unit is synchronised, as data. Pure: no tensors, no process groups, no clock."""
 
-from .enumeration import enumerate_programs
+import importlib
+from typing import TYPE_CHECKING
+
 from .named import (
     ALLGATHER,
     ALLREDUCE,
@@ -34,6 +36,9 @@ from .steps import (
     Reduce,
     ReduceScatter,
 )
+
+if TYPE_CHECKING:
+    from .enumeration import enumerate_programs
 
 __all__ = [
     "ALLGATHER",
@@ -73,3 +78,9 @@ __all__ = [
     "enumerate_programs",
     "ring",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "enumerate_programs":  # a training needs no program that is not in a plan
+        return importlib.import_module(".enumeration", __name__).enumerate_programs
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

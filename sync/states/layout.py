@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..plans.grouping import message_kind
@@ -9,6 +11,7 @@ from ..plans.plan import Plan, UnitPlan
 from ..programs.named import ENCODED_ALLREDUCE
 from ..programs.residuals import ENCODINGS, EncodedRegion, encoded_regions
 from ..programs.stages import MessageKind
+from ..programs.steps import Collective, Level
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS
 
@@ -24,6 +27,12 @@ def kept_regions(unit: UnitPlan, topology: Topology, rank: int) -> dict[str, Enc
     program = ENCODED_ALLREDUCE if message_kind([unit]) == MessageKind.LOW_RANK else unit.program
     each = encoded_regions(program, unit.numel, topology, rank, unit.root)
     return {kind: encoding for kind, encoding in zip(ENCODINGS, each, strict=False) if unit.has_residual(kind)}
+
+
+def route(unit: UnitPlan, topology: Topology) -> Any:
+    """The route of a unit: equal routes mean that every rank encodes the same elements, in the same order."""
+    levels = {step.level for step in unit.program if isinstance(step, Collective)}
+    return unit.program, unit.root, topology.world_size if levels <= {Level.FLAT} else topology
 
 
 def residual_sizes(plan: Plan, topology: Topology, rank: int) -> dict[str, dict[str, int]]:

@@ -25,23 +25,21 @@ Decisions that are not obvious:
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 
 from ..plans.plan import Plan, UnitPlan
 from ..programs.residuals import ENCODINGS, EncodedRegion
-from ..programs.steps import Collective, Level
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS
 from .jobs import Job
-from .layout import FACTORS, RankState, join_states, kept_regions
+from .layout import FACTORS, RankState, join_states, kept_regions, route
 
 
 def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> RankState:
     """The residuals and factors with which a rank of a new job begins.
 
-    Units with the same route (:func:`route`) in both jobs keep their residuals unchanged.
+    Units with the same route (:func:`~.layout.route`) in both jobs keep their residuals unchanged.
 
     Args:
         job: the old job. If it has the state of one rank only, that must be ``rank``.
@@ -65,12 +63,6 @@ def reshard(job: Job, plan: Plan, topology: Topology, rank: int) -> RankState:
             for kind, residual in _resharded(job, old, unit, topology, rank).items():
                 found[kind][unit.key] = residual
     return found
-
-
-def route(unit: UnitPlan, topology: Topology) -> Any:
-    """The route of a unit: equal routes mean that every rank encodes the same elements, in the same order."""
-    levels = {step.level for step in unit.program if isinstance(step, Collective)}
-    return unit.program, unit.root, topology.world_size if levels <= {Level.FLAT} else topology
 
 
 def _resharded(job: Job, old: UnitPlan, unit: UnitPlan, topology: Topology, rank: int) -> dict[str, torch.Tensor]:

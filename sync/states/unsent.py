@@ -18,8 +18,7 @@ from ..programs.residuals import ENCODINGS
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS, Feedback
 from ..resources.residual import Residual
-from .layout import FACTORS, RankState, kept_regions
-from .resharding import route
+from .layout import FACTORS, RankState, kept_regions, route
 
 Kept = Callable[[str, str], torch.Tensor | None]
 """The residual or factor of a kind and a unit; ``None`` if there is none."""

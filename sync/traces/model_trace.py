@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..plans.json_files import MAX_NBYTES, Entry, bytes_of, parsed, shown, write_whole
 from ..plans.json_records import checked_fields, written
-from .published_traces import is_published, published_fields
-from .shipped_traces import shipped_traces, trace_names
-from .trace_records import check_fields, fields_of, hash_of, record_of, text_of
 from .traced_tensors import Float, TracedGather, TracedTensor, TraceError
 
 _REMEDY = "write the trace again, with 'gckernels trace SCRIPT -o FILE'"
@@ -65,9 +64,24 @@ class ModelTrace:
         gathers = (replace(each, frozen_numel=-(-each.frozen_numel // ranks)) for each in self.gathers)
         return replace(self, tensors=tuple(tensors), gathers=tuple(gathers))
 
+    def remembering(self, found: Mapping[tuple[str, str], float]) -> ModelTrace:
+        """The trace with the errors that compressors have had in training, where they are larger.
+
+        Args:
+            found: the errors by names of parameters and specs of compressors that are not fitted to a shape.
+        """
+
+        def remembers(tensor: TracedTensor) -> TracedTensor:
+            mine = {spec: error for (name, spec), error in found.items() if name == tensor.name}
+            larger = {spec: max(error, tensor.errors.get(spec, 0.0)) for spec, error in mine.items()}
+            return replace(tensor, errors={**tensor.errors, **larger}) if larger else tensor
+
+        return replace(self, tensors=tuple(map(remembers, self.tensors)))
+
     def fingerprint(self) -> str:
         """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
-        return hash_of(record_of(written(self)))
+        records = importlib.import_module(".trace_records", __package__)
+        return str(records.hash_of(records.record_of(written(self))))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, as JSON, which :meth:`load` reads. The file is replaced as a whole, or not at all.
@@ -101,14 +115,15 @@ class ModelTrace:
         path = os.fspath(path_or_name)
         if path == "-":
             return ModelTrace.from_text(sys.stdin.buffer.read(MAX_NBYTES + 1), "standard input")
-        if isinstance(path, str) and path in trace_names() and not os.path.exists(path):
-            return ModelTrace.from_text(shipped_traces()[path].read_bytes(), path)
+        shipped = importlib.import_module(".shipped_traces", __package__).shipped_traces()
+        if isinstance(path, str) and path in shipped and not os.path.exists(path):
+            return ModelTrace.from_text(shipped[path].read_bytes(), path)
         try:
             return ModelTrace.from_text(bytes_of(path), os.fsdecode(path))
         except (OSError, ValueError) as error:
             if isinstance(error, TraceError):
                 raise
-            names = ", ".join(trace_names()) or "none"
+            names = ", ".join(sorted(shipped)) or "none"
             reason = error.strerror if isinstance(error, OSError) else error
             give = f"give the path of a trace or the name of a shipped one ({names})"
             raise TraceError(f"{path!r}: no trace can be read: {reason}; {give}") from error
@@ -121,8 +136,9 @@ class ModelTrace:
         """
         file, remedy = f"the trace of {shown(self.model)}", "make it of the types that ModelTrace says"
         fields = checked_fields(self, file, TraceError, remedy)
-        check_fields(Entry(fields, file, TraceError, remedy), vars(self))
-        return text_of(record_of(fields))
+        records = importlib.import_module(".trace_records", __package__)
+        records.check_fields(Entry(fields, file, TraceError, remedy), vars(self))
+        return str(records.text_of(records.record_of(fields)))
 
     @staticmethod
     def from_text(text: str | bytes, file: str) -> ModelTrace:
@@ -136,7 +152,11 @@ class ModelTrace:
             TraceError: the trace is not valid.
         """
         document = parsed(text, file, "trace", TraceError, _REMEDY)
-        return ModelTrace(**(published_fields(document) if is_published(document) else fields_of(document, ModelTrace)))
+        published = importlib.import_module(".published_traces", __package__)
+        records = importlib.import_module(".trace_records", __package__)
+        if published.is_published(document):
+            return ModelTrace(**published.published_fields(document))
+        return ModelTrace(**records.fields_of(document, ModelTrace))
 
 
 def _shard_shape(tensor: TracedTensor, ranks: int) -> tuple[int, ...]:

@@ -6,21 +6,20 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import gckernels
 
 from ..communication.cores import Cores
 from ..frontends.sharded.shard_groups import ShardGroup
-from ..plans.strides import in_reals, memory_shape
+from ..traces.model_parameters import roles_of, traced_tensor
 from ..traces.model_trace import ModelTrace
-from ..traces.traced_tensors import Role, TracedGather, TracedTensor
+from ..traces.traced_tensors import TracedGather
 from .watch import NOT_READY, StepTimes, WatchedStep
 
 _NOTABLE = 0.05  # a smaller part of a step is not worth a word
@@ -118,7 +117,9 @@ def combined(
     order = sorted(parameters, key=ready_s.__getitem__)
     roles = roles_of(module, parameters, order)
     tensors = [
-        replace(_tensor(each, parameters[each], ready_s[each], roles[each]), norm=norms.get(each), errors=errors[each])
+        replace(
+            traced_tensor(each, parameters[each], ready_s[each], roles[each]), norm=norms.get(each), errors=errors[each]
+        )
         for each in order
     ]
     last_s = tensors[-1].ready_s
@@ -162,25 +163,6 @@ def with_gathers(
 
 def _seconds(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu")
-
-
-def unmeasured(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> ModelTrace:
-    """A trace of a model of which nothing is measured: without times, norms and errors.
-
-    Args:
-        module: the model.
-        parameters: its parameters, by name.
-    """
-    order = [*parameters][::-1]  # about that in which gradients are ready
-    roles = roles_of(module, parameters, order)
-    return ModelTrace(
-        type(module).__name__, tuple(_tensor(each, parameters[each], 0.0, roles[each]) for each in order), 0.0
-    )
-
-
-def _tensor(name: str, parameter: torch.nn.Parameter, ready_s: float, role: Role) -> TracedTensor:
-    real = in_reals(parameter)
-    return TracedTensor(name, real.numel(), ready_s, memory_shape(real), real.dtype, role)
 
 
 def _times(
@@ -267,32 +249,3 @@ def _median(times: Sequence[float]) -> float:
     """The median of those times that are known; 0 if none is."""
     known = [each for each in times if each >= 0]
     return statistics.median(known) if known else 0.0
-
-
-def roles_of(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], backward_order: Iterable[str]
-) -> dict[str, Role]:
-    """The role of every parameter, by name.
-
-    The output is the weight of the last ``nn.Linear``, the first one whose gradient is ready. A model whose last layer
-    has the weight of an embedding has none: that weight is an embedding.
-
-    Args:
-        module: the model.
-        parameters: its parameters, by name.
-        backward_order: the names, in the order in which the gradients are ready.
-    """
-    modules = list(module.modules())
-    embeddings = {id(each.weight) for each in modules if isinstance(each, nn.Embedding | nn.EmbeddingBag)}
-    linear = {id(each.weight) for each in modules if isinstance(each, nn.Linear)}
-    roles = {}
-    for name, parameter in parameters.items():
-        if id(parameter) in embeddings:
-            roles[name] = Role.EMBEDDING
-        else:
-            roles[name] = Role.VECTOR if parameter.dim() < 2 else Role.WEIGHT
-    if not embeddings & linear:
-        last = next((name for name in backward_order if id(parameters[name]) in linear), None)
-        if last is not None:
-            roles[last] = Role.OUTPUT
-    return roles

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.compressor import Compressor
 
-from ..communication.clocks import Clock, clock_of
 from ..communication.collectives import on_any_rank
 from ..frontends.ddp.averages import will_rebuild_buckets
 from ..frontends.ddp.step_ends import in_join
 from ..frontends.sharded.shard_groups import ShardGroup
 from ..traces.model_trace import ModelTrace
+from .clocks import Clock, recording_clock
 from .combining import Averaged, RecordingRanks, combined, refuse_different, with_gathers
 from .gradients import KeptGradients, digests
 from .shard_watch import MarkedGather, ShardWatch
@@ -75,7 +75,7 @@ class ModelTracer:
         self._ranks = RecordingRanks(group, ranks, device)
         self._kept = KeptGradients(self._parameters, rank, ranks, max_numel)
         self._groups, self._shards = groups, ShardWatch(groups, device, self._keep) if groups else None
-        self._clock: Clock = clock_of(device) if self._shards is None else self._shards.clock
+        self._clock: Clock = recording_clock(device) if self._shards is None else self._shards.clock
         self._number = 0  # the number of the step since the beginning
         self._gathers: list[list[MarkedGather]] = []
         self._reduced: list[int] = []

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
-from ..communication.clocks import Clock, HostClock, Mark
 from ..communication.cores import Moment
 from ..frontends.sharded.replica_group import ReplicaGroup
 from ..frontends.sharded.shard_groups import ShardGroup
+from .clocks import Clock, HostClock, Mark
 
 
 class ComputingClock(HostClock):

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..communication.clocks import Clock, Mark
 from ..frontends.checks.hooks import ModelHook
 from ..frontends.checks.models import on_accumulated
 from ..frontends.ddp.step_ends import hook_gradients, misses_gradients
+from .clocks import Clock, Mark
 
 NOT_READY = -1.0
 """The ready time of a tensor that a step has given no gradient."""

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..traces.model_trace import ModelTrace
+from .trials.race import Tuned
 from .trials.rules import Phase
 from .watching.drift import REPLAN_STEPS, Allowance
-from .watching.fallback import remembering
-from .watching.watching import Tuned
 
 _OTHER_RULE = "it was chosen with another rule of accuracy"
 
@@ -47,7 +46,7 @@ class Progress:
             model: the trace to which they are added if no trials have made one.
         """
         trace = self.trace if self.tuned is None else self.tuned.trace
-        return remembering(trace or model, self.found)
+        return (trace or model).remembering(self.found)
 
     def to_text(self, stages: Sequence[Phase], ranks: int) -> str:
         """The progress as JSON.

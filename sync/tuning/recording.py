@@ -24,11 +24,11 @@ class StepRecording:
 
     Args:
         training: the training.
-        model: the model that was given, which is not kept.
+        model: a reference to the model that was given, which is not kept.
     """
 
-    def __init__(self, training: TunedTraining, model: torch.nn.Module) -> None:
-        self._training, self._frontend, self._model = training, training.frontend, weakref.ref(model)
+    def __init__(self, training: TunedTraining, model: weakref.ref[torch.nn.Module]) -> None:
+        self._training, self._frontend, self._model = training, training.frontend, model
         self._recorder: ModelTracer | None = None
 
     def close(self) -> None:

@@ -11,9 +11,12 @@ plan that was found before goes on, or plain averaging. Only a rank that is gone
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,18 +27,19 @@ from ..plans.plan import Plan, PlanError
 from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import TraceError
 from .progress import Progress, Retries
-from .proposer import Proposer
-from .recording import StepRecording
-from .trials.race import Race
+from .proposers import Proposer
+from .trials.race import Race, Tuned
 from .trials.rules import JOINED, MORE, STEPS, Phase, Rules, refusal
 from .trials.sentences import PLAIN as PLAIN_GOES_ON
 from .trials.sentences import failed, restarted, resumed
 from .trials.spans import StepSpans
 from .trials.training import Refused, Steps, TunedTraining
-from .trials.trial_report import outcome
 from .trials.trials import PLAIN
-from .watching.drift import Action
-from .watching.watching import Running, Tuned
+from .watching.drift import Action, Allowance
+
+if TYPE_CHECKING:
+    from .recording import StepRecording
+    from .watching.watching import Running
 
 UNIFORM = "uniform"
 """The name of the policy of plans with one compressor for the whole model."""
@@ -64,10 +68,13 @@ class Tuner:
         self._training, self._stages, self._model = training, rules.stages, rules.model
         self._proposers, self._replan, self._retries = tuple(proposers), replan, Retries()
         self._progress = Progress()
+        self._waits: tuple[Allowance, ...] = ()
         self._ranks, self._plain = training.ranks, training.plan
-        self._recording = StepRecording(training, model)
+        self._given = weakref.ref(model)
+        self._recording: StepRecording | None = None
         self._spans = StepSpans(model, training.frontend.group, training.frontend.device)
-        self._running = self._new_running()
+        self._found: dict[tuple[str, str], float] = {}  # errors because of which compressors were left
+        self._running: Running | None = None  # once a plan has been watched
         self._sequence = self._tuned()
         training.listeners.add(self._go_on)
         self._go_on()
@@ -80,7 +87,8 @@ class Tuner:
         self._spans.close()
 
     def _end_proposals(self) -> None:
-        self._recording.close()
+        if self._recording is not None:
+            self._recording.close()
         for proposer in self._proposers:
             proposer.close()
 
@@ -88,7 +96,8 @@ class Tuner:
 
     def to_text(self) -> str:
         """The progress so far, for checkpoints."""
-        progress = replace(self._progress, found=self._running.found, waits=self._running.waits)
+        waits = self._waits if self._running is None else self._running.waits
+        progress = replace(self._progress, found=self._found, waits=waits)
         return progress.to_text(self._stages, self._ranks.world_size)
 
     def restart(self, progress: Progress | None = None) -> None:
@@ -98,7 +107,7 @@ class Tuner:
         self._sequence.close()
         self._progress, self._retries = progress or Progress(), Retries()
         self._spans.open()
-        self._running = self._new_running()
+        self._found, self._waits, self._running = dict(self._progress.found), self._progress.waits, None
         self._sequence = self._tuned()
         self._training.listeners.remove(self._go_on)
         self._training.listeners.add(self._go_on)
@@ -125,30 +134,25 @@ class Tuner:
             self._training.listeners.remove(self._go_on)
             self._spans.close()
 
-    def _new_running(self) -> Running:
-        running = Running(self._training, self._spans, self._progress.waits)
-        running.found |= self._progress.found
-        return running
-
     def _tuned(self) -> Steps[None]:
-        running, first, tuned = self._running, self._progress.stage or 0, self._progress.tuned
+        first, tuned = self._progress.stage or 0, self._progress.tuned
         for number, stage in enumerate(self._stages[first:], start=first):
             later = self._stages[number + 1 :]
             if tuned is None or self._progress.stage != number:
                 while self._training.steps < stage.first_step:
                     yield
                 self._progress = Progress()
-                tuned = yield from self._attempt(self._tune(stage, later, running), tuned)
+                tuned = yield from self._attempt(self._tune(stage, later), tuned)
             while True:
                 if tuned is not None and self._retries.due is None:  # otherwise a resumed job tries again
                     self._progress = Progress(number, self._training.policy, tuned)
                 action = Action.STAY
                 if self._replan:
-                    action = yield from self._watched(running, tuned, later[0].first_step if later else None)
+                    action = yield from self._watched(tuned, later[0].first_step if later else None)
                 if action is Action.STAY:
                     break
                 self._progress = Progress()
-                tuned = yield from self._attempt(self._act(action, tuned, stage, later, running), tuned)
+                tuned = yield from self._attempt(self._act(action, tuned, stage, later), tuned)
 
     def _attempt(self, steps: Steps[Tuned | None], tuned: Tuned | None) -> Steps[Tuned | None]:
         """The result of some steps. If a plan is refused in them, the plan from before them goes on if it still runs,
@@ -168,12 +172,15 @@ class Tuner:
     def _compresses(self, plan: Plan) -> bool:
         return plan.fingerprint() != self._plain.fingerprint()
 
-    def _watched(self, running: Running, tuned: Tuned | None, until: int | None) -> Steps[Action]:
+    def _watched(self, tuned: Tuned | None, until: int | None) -> Steps[Action]:
         """Let the plan run until something is to be done, or until the next stage begins."""
         due = self._retries.due
         end = min((step for step in (until, due) if step is not None), default=None)
         if tuned is not None:
-            action = yield from running.watched(tuned, end)
+            if self._running is None:
+                watching = importlib.import_module(".watching.watching", __package__)
+                self._running = watching.Running(self._training, self._spans, self._found, self._waits)
+            action = yield from self._running.watched(tuned, end)
             if action is not Action.STAY:
                 return action
         else:
@@ -182,14 +189,14 @@ class Tuner:
         is_due = due is not None and self._training.steps >= due and due != until
         return Action.REPLAN if is_due else Action.STAY
 
-    def _tune(self, stage: Phase, later: Sequence[Phase], running: Running) -> Steps[Tuned | None]:
+    def _tune(self, stage: Phase, later: Sequence[Phase]) -> Steps[Tuned | None]:
         """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones, unless
         the rule does not allow it."""
         training, tuned = self._training, None
         start, before, policy = training.steps, training.plan, training.policy
         race = Race(training, self._spans, self._plain)
         yield from race.run(start + STEPS)
-        trace = running.remembering((yield from self._traced(stage)))
+        trace = (yield from self._traced(stage)).remembering(self._found)
         joins = dict.fromkeys(self._again(before, trace, stage), policy)
         for number, proposer in enumerate(self._proposers):
             plans = yield from proposer.plans(stage, trace, race)
@@ -228,6 +235,9 @@ class Tuner:
         recorded."""
         if not any(proposer.needs_trace for proposer in self._proposers):
             return self._model
+        if self._recording is None:
+            recording = importlib.import_module(".recording", __package__)
+            self._recording = recording.StepRecording(self._training, self._given)
         trace = yield from self._recording.trace(stage.methods)
         if isinstance(trace, Failure):
             self._say_failed(trace.text, "plans that need no recording")
@@ -244,20 +254,18 @@ class Tuner:
                 plan = replace(plan, prediction=replace(plan.prediction, error=relative_error(plan, trace)))
         return [plan]
 
-    def _act(
-        self, action: Action, tuned: Tuned | None, stage: Phase, later: Sequence[Phase], running: Running
-    ) -> Steps[Tuned | None]:
+    def _act(self, action: Action, tuned: Tuned | None, stage: Phase, later: Sequence[Phase]) -> Steps[Tuned | None]:
         """Do what the steps of a running plan ask for. If plain steps have become faster than it, a milder plan may
         still be faster than they are."""
         if action is Action.TRY_NONE and tuned is not None:
-            plan, policy, trace = self._training.plan, self._training.policy, running.remembering(tuned.trace)
+            plan, policy, trace = self._training.plan, self._training.policy, tuned.trace.remembering(self._found)
             race = Race(self._training, self._spans, self._plain)
             race.join(dict.fromkeys(self._again(plan, trace, stage), policy), plan)
             yield from race.run(self._training.steps + STEPS, MORE)
             tuned = self._decided(race, tuned.trace, (stage, *later))
-            if self._compresses(self._training.plan) or not running.may_replan():
+            if self._compresses(self._training.plan) or self._running is None or not self._running.may_replan():
                 return tuned
-        return (yield from self._tune(stage, later, running))
+        return (yield from self._tune(stage, later))
 
     def _postpone(self, failure: Failure, goes_on: str = PLAIN_GOES_ON) -> None:
         """Say that tuning has failed, and try it again later. People are warned once of each cause."""
@@ -273,6 +281,7 @@ class Tuner:
     def _decided(self, race: Race, trace: ModelTrace, stages: Sequence[Phase]) -> Tuned:
         """The outcome of a race, whose winner runs now."""
         training, trials = self._training, race.trials
+        outcome = importlib.import_module(".trials.trial_report", __package__).outcome
         training.decide(outcome(training.steps, trace, race, stages, self._ranks.world_size, training.frontend.kind))
         times_s = (trials.median_s(trials.winner), trials.median_s(PLAIN), race.computing_s)
         return Tuned(trace, stages[0].accuracy, *times_s)

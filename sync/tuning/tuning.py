@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..communication.ranks import Ranks
 from ..frontends.changes import PlanChanges
 from ..frontends.checks.models import sparse, sparse_parameter, why_uncompressed
+from ..frontends.frontend import ModelFrontend
+from ..frontends.listeners import Listeners
 from ..plans.names import summary_of
 from ..plans.plan import Plan
-from ..states.jobs import Job
-from ..tracing.combining import unmeasured
+from ..stats.stats import Figures
+from ..traces.model_parameters import unmeasured
 from .auto import Auto
 from .progress import Progress
-from .proposer import Proposer
+from .proposers import proposers_of
 from .trials.rules import Rules
 from .trials.sentences import PLAIN, failed, given, left
 from .trials.training import TunedTraining
 from .tuner import Tuner
+
+if TYPE_CHECKING:
+    from ..states.jobs import Job
 
 GIVEN = "given"
 """The policy of a plan that the training has given."""
@@ -31,31 +36,30 @@ class Tuning:
     """Finds plans while a model is trained. The plan that runs compresses nothing.
 
     Args:
-        training: the training.
-        changes: the changes of its plan.
+        frontend, changes, figures, listeners: the parts of the attachment.
         model: the model that was given, which is not kept.
         auto: the settings.
         start_step: the first step that may be compressed.
-        proposers: find the plans to try.
     """
 
     def __init__(
         self,
-        training: TunedTraining,
+        frontend: ModelFrontend,
         changes: PlanChanges,
+        figures: Figures,
+        listeners: Listeners,
         model: torch.nn.Module,
         auto: Auto,
         start_step: int,
-        proposers: Sequence[Proposer],
     ) -> None:
-        self._training, self._changes = training, changes
+        self._training = training = TunedTraining(frontend, changes, figures, listeners)
+        self._changes = changes
         self._tuner: Tuner | None = None
         self._is_given = False  # whether the training has changed the plan itself
-        phases, parameters = auto.phases(start_step), training.frontend.parameters()
-        self._rules = Rules(phases, unmeasured(model, parameters), training.frontend.request.gathered_by)
+        phases, parameters = auto.phases(start_step), frontend.parameters()
+        self._rules = Rules(phases, unmeasured(model, parameters), frontend.request.gathered_by)
         self._plain = training.plan
-        ranks: Ranks = training.ranks
-        if ranks.world_size == 1:
+        if training.ranks.world_size == 1:
             training.listeners.add(_count)
             return
         name = sparse_parameter(model, parameters)
@@ -63,7 +67,7 @@ class Tuning:
             training.listeners.add(_count)
             self._warn_of_failure(refusal)
             return
-        self._tuner = Tuner(training, model, self._rules, proposers, auto.replan)
+        self._tuner = Tuner(training, model, self._rules, proposers_of(auto, training), auto.replan)
 
     def close(self) -> None:
         """Let the plan stay that runs now. Further calls do nothing."""

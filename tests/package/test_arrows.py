@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PURE = ("programs", "plans", "traces", "accuracy", "planner")
 """The folders of ``sync/`` that know no process group."""
+UPWARDS = ("gckernels.sync.frontends.kinds", "gckernels.sync.tuning.proposers")
+"""The modules that import front ends, or the proposer of predicted plans, from above when these are asked for."""
 MAX_MODULES = 14
 """The largest number of modules in a folder of ``sync/``."""
 
@@ -31,7 +34,8 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
 
 
 def imported(name: str, path: Path) -> Iterator[str]:
-    """The dotted names of everything that a module imports, including imports inside functions and for types."""
+    """The dotted names of everything that a module imports, including imports inside functions, those for
+    types, and those by ``importlib``, but for :data:`UPWARDS`."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -40,6 +44,10 @@ def imported(name: str, path: Path) -> Iterator[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            match node.args:
+                case [ast.Constant(str(relative)), ast.Name("__package__")] if name not in UPWARDS:
+                    yield importlib.util.resolve_name(relative, ".".join(package))
 
 
 def is_in(name: str, *packages: str) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,13 +22,10 @@ def ddp_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Par
     return differentiable((name, each) for name, each in named if each.requires_grad and name not in ignored)
 
 
-def sharded_frontend(model: torch.nn.Module) -> Any:
-    """The front end for a model that FSDP2 shards or replicates, or a part of which; ``None`` for other models. It is
-    imported when such a model exists, as FSDP is."""
+def is_sharded(model: object) -> bool:
+    """Whether FSDP2 shards or replicates a model, or a part of it."""
     kinds = _known("torch.distributed.fsdp", "FSDPModule")
-    if not any(isinstance(module, kinds) for module in model.modules()):
-        return None
-    return importlib.import_module("gckernels.sync.frontends.sharded").sharded_frontend(model)
+    return isinstance(model, torch.nn.Module) and any(isinstance(module, kinds) for module in model.modules())
 
 
 def refuse_sharded(caller: str, model: torch.nn.Module) -> None:

@@ -23,8 +23,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from .averages import Averages, Handler, will_rebuild_buckets
-from .finalization import follow_finalization, keep_manual
-from .step_ends import call_after_backward, in_backward, in_join, misses_gradients
+from .step_ends import (
+    call_after_backward,
+    follow_finalization,
+    in_backward,
+    in_join,
+    keep_manual,
+    misses_gradients,
+)
 
 # the way by which DDP builds its reducer when a model is unpickled, as it is in torch 2.11 to 2.15
 _BUILD = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")

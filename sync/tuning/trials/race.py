@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+from ...accuracy.accuracy import AccuracyLike
 from ...engine.recorded_step import RecordedStep
 from ...plans.names import summary_of
 from ...plans.plan import Plan
+from ...traces.model_trace import ModelTrace
 from .sentences import failed
 from .spans import StepSpans, bounds_of, of_all_ranks
 from .training import NotBuilt, Steps, TunedTraining
@@ -121,3 +124,22 @@ class Race:
         self.sent_nbytes[turn.arm], self.exposed_s[turn.arm] = nbytes, waited_s
         if recorded is not None:
             self.recorded[turn.arm] = recorded
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of trials, on which the running phase builds.
+
+    Attributes:
+        trace: the recorded steps.
+        accuracy: the rule of accuracy.
+        step_s: the measured step of the plan that has won, in seconds.
+        none_s: the measured plain step.
+        computing_s: the part of a step that waits for no communication; 0 if it is not known.
+    """
+
+    trace: ModelTrace
+    accuracy: AccuracyLike
+    step_s: float
+    none_s: float
+    computing_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Sentences of decisions: what was measured, predicted and chosen, and why not more.
+"""Sentences of a tuning that begins, goes on or fails.
 
 Each function writes two lengths: one line for the log, with all figures, and a sentence or two for pages, where
 figures, policy and step stand beside them. Everything is given, nothing is looked up here. A plan is given as the words
@@ -7,10 +7,7 @@ of :func:`~gckernels.sync.plans.names.summary_of`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from ...plans.numbers import change, duration, plural, three_digits, whole_percent
 
 PLAIN = "plain averaging"
 
@@ -67,87 +64,6 @@ def given(plan: str, refusal: str = "") -> Sentences:
     return Sentences(text, f"The plan was given by the training, and stays{although}.")
 
 
-def tries(plans: Sequence[tuple[str, float | None]], found_s: float) -> str:
-    """The line of the log before plans are tried.
-
-    Args:
-        plans: the plans, at least one, with the predicted seconds of a step.
-        found_s: how long the search has taken, in seconds of a core.
-    """
-    named = [plan + ("" if step_s is None else f", predicted {duration(step_s)}") for plan, step_s in plans]
-    found = f"{plural(len(plans), 'plan')} predicted to be faster, found in {three_digits(found_s)} s"
-    return f"{found}, to be tried: {'; '.join(named)}"
-
-
-# -------------------------------------------------------------------- while a plan runs
-
-
-def drifted(measured_s: float, expected_s: float, windows: int, steps: int) -> Sentences:
-    """The sentences when steps take another time than expected, and the plan is made anew.
-
-    Args:
-        measured_s: the median time of a step in the last window.
-        expected_s: the expected time.
-        windows: for how many windows.
-        steps: the steps of a window.
-    """
-    return Sentences(
-        f"a step {_takes(measured_s, expected_s)}, for {plural(windows, 'window')} of {steps} steps: planning anew",
-        f"{_longer('Steps are', measured_s, expected_s)} than expected. New plans are made and tried.",
-    )
-
-
-def link_changed(measured_s: float, expected_s: float, factor: float) -> Sentences:
-    """The sentences when the link has changed, and is measured anew.
-
-    Args:
-        measured_s: the median time of a step in the last window.
-        expected_s: the expected time.
-        factor: how many times as long as before a step waits for communication; below 1 it waits shorter.
-    """
-    waits = f"{three_digits(factor)} times as long as" if factor >= 1 else f"{whole_percent(factor)} of the time of"
-    return Sentences(
-        f"a step {_takes(measured_s, expected_s)}, because it waits for communication {waits} before: planning anew",
-        f"Steps wait for communication {waits} before. New plans are made and tried.",
-    )
-
-
-def tries_plain(measured_s: float, none_s: float) -> Sentences:
-    """The sentences when compressed steps are slower than plain ones were."""
-    return Sentences(
-        f"a compressed step takes {duration(measured_s)}, a plain one took {duration(none_s)} "
-        f"({change(measured_s, none_s)}): trying {PLAIN} again",
-        f"{_longer('Compressed steps are', measured_s, none_s)} than plain ones were. Plain ones are tried again.",
-    )
-
-
-def faster(measured_s: float, expected_s: float) -> Sentences:
-    """The sentences when compressed steps are faster than in their trials, so that plain ones may be faster still.
-
-    Args:
-        measured_s: the median time of a step in the last window.
-        expected_s: the expected time.
-    """
-    return Sentences(
-        f"a compressed step {_takes(measured_s, expected_s)}, so compression may pay no longer: trying {PLAIN} again",
-        f"{_longer('Compressed steps are', measured_s, expected_s)} than expected. Plain ones are tried again.",
-    )
-
-
-def refined(units: Sequence[str], before: str, after: str, why: str) -> Sentences:
-    """The sentences when units get a finer compressor.
-
-    Args:
-        units: the keys of the units, of which the first three are named.
-        before: their compressor so far.
-        after: their compressor from now on.
-        why: the observation behind it, such as ``"its residual grows without bound"``.
-    """
-    listed = ", ".join(units[:3]) + (f" and {len(units) - 3:,} others" if len(units) > 3 else "")
-    text = f"{listed}: {why}; {after} instead of {before} from now on"
-    return Sentences(text, f"{after} follows {before} for {listed}: {why}.")
-
-
 def failed(doing: str, error: str, goes_on: str = PLAIN, again_steps: int | None = None) -> Sentences:
     """The sentences when something has failed, and the training goes on.
 
@@ -170,13 +86,3 @@ def failed(doing: str, error: str, goes_on: str = PLAIN, again_steps: int | None
 def capitalised(text: str) -> str:
     """The text with a capital at its beginning."""
     return text[:1].upper() + text[1:]
-
-
-def _takes(measured_s: float, expected_s: float) -> str:
-    times = f"{duration(measured_s)} where {duration(expected_s)} are expected"
-    return f"takes {times} ({change(measured_s, expected_s)})"
-
-
-def _longer(subject: str, now_s: float, before_s: float) -> str:
-    part = change(now_s, before_s)
-    return f"{subject} {part.lstrip('+-')} {'shorter' if part.startswith('-') else 'longer'}"

@@ -14,16 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from ...communication.clocks import CudaClock, WallClock
+from ...communication.clocks import clock_of
 from ...frontends.checks.hooks import ModelHook
 
 Span = tuple[float, float]
 """The seconds of a begin and an end since the ranks have met."""
-
-
-def clock_of(device: torch.device) -> Any:
-    """A clock whose marks are moments of the host, or of the work of a GPU."""
-    return CudaClock(device) if device.type == "cuda" else WallClock()
 
 
 class StepSpans:

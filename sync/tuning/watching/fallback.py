@@ -1,4 +1,4 @@
-"""Plans with finer compressors for some units, and traces that remember the errors for which they got them."""
+"""Plans with finer compressors for some units, and the errors for which they got them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from gckernels.codec import Codec
 from gckernels.compressor import Compressor
-from gckernels.ops import Identity
 
 from ...accuracy.accuracy import AccuracyLike, allowed_compressors, error_on, unfitted
 from ...plans.plan import Plan, UnitPlan
@@ -45,22 +44,6 @@ def finer(plan: Plan, faults: Iterable[Fault], trace: ModelTrace, accuracy: Accu
         _finer(unit, errors[unit.key], tensors, allowed, topology, plan.span) if unit.key in errors else unit
         for unit in plan.units
     )
-
-
-def remembering(trace: ModelTrace, found: Mapping[tuple[str, str], float]) -> ModelTrace:
-    """The trace with the errors that compressors have had in training, where they are larger.
-
-    Args:
-        trace: the trace.
-        found: the errors by names of parameters and specs of compressors that are not fitted to a shape.
-    """
-
-    def remembers(tensor: TracedTensor) -> TracedTensor:
-        mine = {spec: error for (name, spec), error in found.items() if name == tensor.name}
-        larger = {spec: max(error, tensor.errors.get(spec, 0.0)) for spec, error in mine.items()}
-        return replace(tensor, errors={**tensor.errors, **larger}) if larger else tensor
-
-    return replace(trace, tensors=tuple(map(remembers, trace.tensors)))
 
 
 def errors_of(plan: Plan, faults: Iterable[Fault]) -> dict[tuple[str, str], float]:
@@ -99,7 +82,7 @@ def _finer(
             if errors[method] < limit:
                 for program in _programs(unit, method, mine[0].dtype, topology, span):
                     return _coded(unit, method, program)
-    return replace(unit, compressor=Identity(), program=exact_program(span), feedback=False, message=None, channel=None)
+    return unit.exactly(exact_program(span))
 
 
 def _error(method: Compressor, tensor: TracedTensor) -> float:

@@ -6,41 +6,20 @@ Every ``yield`` is a training step. All ranks see the same windows, so they come
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ...accuracy.accuracy import AccuracyLike
 from ...communication.agreement import Failure, together
-from ...plans.numbers import two_digits
 from ...plans.plan import Plan
-from ...traces.model_trace import ModelTrace
-from ..trials.sentences import Sentences, drifted, failed, faster, link_changed, refined, tries_plain
+from ..trials.race import Tuned
+from ..trials.sentences import Sentences, failed
 from ..trials.spans import StepSpans
 from ..trials.training import Refused, TunedTraining
-from .drift import PATIENCE, WINDOW, Action, Allowance, Drift, Expected
-from .fallback import errors_of, finer, remembering
+from .drift import Action, Allowance, Drift, Expected
+from .fallback import errors_of, finer
 from .guard import Fault, Guard
 from .monitor import Monitor
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The outcome of trials, on which the running phase builds.
-
-    Attributes:
-        trace: the recorded steps.
-        accuracy: the rule of accuracy.
-        step_s: the measured step of the plan that has won, in seconds.
-        none_s: the measured plain step.
-        computing_s: the part of a step that waits for no communication; 0 if it is not known.
-    """
-
-    trace: ModelTrace
-    accuracy: AccuracyLike
-    step_s: float
-    none_s: float
-    computing_s: float = 0.0
+from .watch_report import reason, refinements
 
 
 class Running:
@@ -49,23 +28,23 @@ class Running:
     Args:
         training: the training.
         spans: marks the spans of its steps.
+        found: errors of compressors in training because of which they were left, by parameter and compressor. Errors of
+            further ones are added.
         waits: the steps from one action to the next, as :attr:`waits` of another one has given them.
-
-    Attributes:
-        found: errors of compressors in training because of which they were left, by parameter and compressor.
     """
 
     def __init__(
         self,
         training: TunedTraining,
         spans: StepSpans,
+        found: dict[tuple[str, str], float],
         waits: Sequence[Allowance] = (),
     ) -> None:
         self._training, self._spans = training, spans
         self._drift: Drift | None = None
         self._waits = tuple(waits)
         self._policy = "none"  # finer plans keep that of the first
-        self.found: dict[tuple[str, str], float] = {}
+        self.found = found
 
     def watched(self, tuned: Tuned, until: int | None = None) -> Generator[None, None, Action]:
         """Watch the steps of the plan that runs now, and return what is to be done.
@@ -94,7 +73,7 @@ class Running:
             drift, action = drift.after(window.step_s, window.steps)
             self._drift = drift
             if action is not Action.STAY:
-                self._say(_reason(action, window.step_s, before.expected), training.plan)
+                self._say(reason(action, window.step_s, before.expected), training.plan)
                 return action
             guard, faults = guard.after(window.readings)
             if faults and (yield from self._refine(faults, tuned)):
@@ -117,10 +96,6 @@ class Running:
         self._drift = replace(self._drift, replans=self._drift.replans.spent())
         return True
 
-    def remembering(self, trace: ModelTrace) -> ModelTrace:
-        """The trace with the errors of compressors that were left."""
-        return remembering(trace, self.found)
-
     # ---------------------------------------------------------------- its parts
 
     def _watch(self, tuned: Tuned) -> tuple[Guard, Monitor]:
@@ -131,7 +106,7 @@ class Running:
 
     def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
         """Let finer compressors follow for some units, and return whether they do."""
-        training, plan, trace = self._training, self._training.plan, self.remembering(tuned.trace)
+        training, plan, trace = self._training, self._training.plan, tuned.trace.remembering(self.found)
 
         def made() -> Plan:
             changed = finer(plan, faults, trace, tuned.accuracy, training.ranks.world_size)
@@ -145,7 +120,7 @@ class Running:
         policy = self._policy
         self.found |= errors_of(plan, faults)
         self._policy = policy if after.compresses else "none"
-        for sentences in _refinements(plan, after, faults):
+        for sentences in refinements(plan, after, faults):
             self._say(sentences, after, logging.WARNING)
         try:
             yield from training.changed(after)
@@ -160,33 +135,3 @@ class Running:
 
     def _say(self, sentences: Sentences, plan: Plan, level: int = logging.INFO) -> None:
         self._training.say(sentences, plan, self._policy, level)
-
-
-def _reason(action: Action, step_s: float, expected: Expected) -> Sentences:
-    match action:
-        case Action.REPLAN_LINK:
-            return link_changed(step_s, expected.step_s, expected.waiting(step_s))
-        case Action.TRY_NONE if step_s < expected.step_s:
-            return faster(step_s, expected.step_s)
-        case Action.TRY_NONE:
-            return tries_plain(step_s, expected.none_s or 0.0)
-        case _:
-            return drifted(step_s, expected.step_s, PATIENCE, WINDOW)
-
-
-def _refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[Sentences]:
-    """The sentences of units that go from one compressor to another for the same reason."""
-    old, new = ({unit.key: str(unit.compressor) for unit in plan.units} for plan in (before, after))
-    alike: dict[tuple[str, str, bool], list[Fault]] = defaultdict(list)
-    for fault in faults:
-        alike[old[fault.key], new[fault.key], fault.grows].append(fault)
-    texts = []
-    for (was, becomes, grows), group in alike.items():
-        worst = max(group, key=lambda fault: fault.residual if grows else fault.error)
-        why = (
-            f"the residual is {two_digits(worst.residual)} times as large as the gradient, and grows"
-            if grows
-            else f"the error is {two_digits(worst.error)}, and {two_digits(worst.limit)} are allowed"
-        )
-        texts.append(refined([fault.key for fault in group], was, becomes, why))
-    return texts

@@ -17,7 +17,7 @@ import gckernels
 from audits import Run, train
 from gckernels import sync
 from gckernels.sync import attach, record_timeline
-from gckernels.sync.engine import timeline_recorder
+from gckernels.sync.engine import recorded_step
 from gckernels.sync.engine.timeline_recorder import TimelineRecorder
 from gckernels.sync.messages.message import Message
 from gckernels.sync.programs import PROGRAMS, ring
@@ -189,7 +189,7 @@ def raise_in_a_trace(path: str, faulty: list[int]) -> None:
             if rank in faulty:
                 raise Broken(f"rank {rank}")
     finally:
-        assert timeline_recorder.recorder is None
+        assert recorded_step.timeline is None
         attachment.close()
 
 
@@ -237,17 +237,17 @@ def test_work_that_fails_is_recorded():
 def test_without_a_process_group(tmp_path):
     path = tmp_path / "out.json"
     with record_timeline(path):
-        assert timeline_recorder.recorder is not None and not path.exists()
-    assert timeline_recorder.recorder is None
+        assert recorded_step.timeline is not None and not path.exists()
+    assert recorded_step.timeline is None
     assert [event["args"]["name"] for event in json.loads(path.read_text())["traceEvents"]] == ["rank 0"]
 
 
 def test_traces_do_not_nest(tmp_path):
     with record_timeline(tmp_path / "outer.json"):
-        outer = timeline_recorder.recorder
+        outer = recorded_step.timeline
         with pytest.raises(RuntimeError, match="records a timeline already"), record_timeline(tmp_path / "inner.json"):
             pass
-        assert timeline_recorder.recorder is outer
+        assert recorded_step.timeline is outer
     assert [each.name for each in tmp_path.iterdir()] == ["outer.json"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import EFSignSGD, Identity, PowerSGD, sync
 from gckernels.sync import Plan, PlanError, attach
+from gckernels.sync.attaching.saving import SavedTraining
 from gckernels.sync.plans.builders import resumable
 from gckernels.sync.programs import ALLREDUCE, PARAMETER_SERVER, ring
 from models import SMALL_BUCKETS, build
@@ -56,11 +58,11 @@ def adopted(
     for source in ["dcp", "all states"] + (["own state"] if as_before else []):
         model, handle = handle_of(front, PowerSGD())
         train(model, 2)
-        handle._saved.adopts_plans = True
-        if source == "dcp":
-            dcp.load({"gckernels": handle.checkpoint(reads=folder)}, checkpoint_id=folder)
-        else:
-            handle.load_state_dict(states if source == "all states" else states[dist.get_rank()])
+        with mock.patch.object(SavedTraining, "adopts_plans", True):
+            if source == "dcp":
+                dcp.load({"gckernels": handle.checkpoint(reads=folder)}, checkpoint_id=folder)
+            else:
+                handle.load_state_dict(states if source == "all states" else states[dist.get_rank()])
         assert (handle.plan == plan) == as_before and not handle.is_changing
         assert handle.state_dict()["step"] == 3
         for name, mass in mass_of(handle).items():
@@ -84,14 +86,13 @@ def refused() -> None:
     """States that are damaged on one rank, or of another model, change nothing on any rank."""
     model, handle = handle_of("attach", EFSignSGD())
     train(model, 3)
-    handle._saved.adopts_plans = True
     before, state = handle.state_dict(), handle.state_dict()
     other = attach(nn.Linear(4, 4), EFSignSGD())
     foreign = other.state_dict()
     if dist.get_rank():
         del state["feedback"]
     for wrong in (state, foreign):
-        with pytest.raises((RuntimeError, ValueError)):
+        with mock.patch.object(SavedTraining, "adopts_plans", True), pytest.raises((RuntimeError, ValueError)):
             handle.load_state_dict(wrong)
     after = handle.state_dict()
     assert all(

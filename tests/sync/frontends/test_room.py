@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from conservation import Training, plans
 from gckernels.sync.frontends import changes
-from gckernels.sync.frontends.budget import Room, require_room
+from gckernels.sync.frontends.room import Room, require_room
 from ranks import run_ranks, values_of
 
 MB = 10**6

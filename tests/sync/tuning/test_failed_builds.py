@@ -46,7 +46,7 @@ def trained(front: str, part: str, where: int, is_tuned: bool) -> Any:
         model, handle = tuned_handle(front, module)
         handles.append(handle)
         if not is_tuned:
-            handle._saved.tuning.close()
+            handle._tuning.close()
         broken = is_tuned and dist.get_rank() == where
         with mock.patch.object(runtime, part, PARTS[part] if broken else getattr(runtime, part)):
             digests, policies = [], []

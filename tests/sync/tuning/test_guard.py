@@ -16,7 +16,7 @@ from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODE
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import Role, TracedTensor
 from gckernels.sync.tuning.watching.drift import PATIENCE
-from gckernels.sync.tuning.watching.fallback import errors_of, finer, remembering
+from gckernels.sync.tuning.watching.fallback import errors_of, finer
 from gckernels.sync.tuning.watching.guard import Fault, Guard, Reading
 
 FOUR, EIGHT, SIGN = BlockQuant(bits=4), BlockQuant(), EFSignSGD()
@@ -189,7 +189,7 @@ def test_a_compressor_whose_error_has_grown_is_followed_by_one_that_it_was_finer
 
 def test_a_trace_remembers_faults_so_that_no_plan_repeats_them():
     faults = (Fault("b", 0.31, 0.2, 0.3, grows=False),)
-    trace = remembering(TRACE, errors_of(PLAN, faults))
+    trace = TRACE.remembering(errors_of(PLAN, faults))
     allowed = allowed_compressors(trace, "safe")
     assert FOUR in allowed["a"] and FOUR not in allowed["b"] and EIGHT in allowed["b"]
     assert trace.tensors[0] == TRACE.tensors[0]

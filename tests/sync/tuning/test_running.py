@@ -21,13 +21,14 @@ from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import TracedTensor
 from gckernels.sync.tuning.progress import Progress
+from gckernels.sync.tuning.trials.race import Tuned
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.trials.training import TunedTraining
 from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.watching.drift import WINDOW, Action
 from gckernels.sync.tuning.watching.guard import Reading
 from gckernels.sync.tuning.watching.monitor import Window
-from gckernels.sync.tuning.watching.watching import Running, Tuned
+from gckernels.sync.tuning.watching.watching import Running
 
 FOUR, EIGHT = BlockQuant(bits=4), BlockQuant()
 ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01}
@@ -94,7 +95,7 @@ def run(monkeypatch):
     def run(given: list[Window], plan: Plan = PLAN, tuned: Tuned = TUNED, phase: Running | None = None):
         handle = FakeTraining(plan) if phase is None else phase._training
         windows[:] = given
-        phase = phase or Running(handle, None)
+        phase = phase or Running(handle, None, {})
         steps = phase.watched(tuned, until=handle.steps + 50)
         while True:
             try:
@@ -160,16 +161,16 @@ def test_allowances_go_on_in_a_resumed_training(run):
     saved = Progress(0, "auto", replace(TUNED, accuracy=stages[0].accuracy), waits=phase.waits)
     read = Progress.from_text(saved.to_text(stages, 2), stages, 2, 1000)
     assert read == saved and len(read.waits) == 3
-    again = Running(FakeTraining(PLAN), None, read.waits)
+    again = Running(FakeTraining(PLAN), None, {}, read.waits)
     assert run([window(0.13)] * 9, phase=again).action is Action.STAY
-    fresh = Running(FakeTraining(PLAN), None)
+    fresh = Running(FakeTraining(PLAN), None, {})
     assert run([window(0.13)] * 9, phase=fresh).action is Action.REPLAN
 
 
 def test_a_job_is_resumed_after_an_error_without_bound(run):
     """A residual with NaN in it has one. New trials are made with a trace that remembers it."""
     done = run([window(0.1, b=math.inf)] * 3)
-    trace, stages = done.phase.remembering(TRACE), stages_of("safe")
+    trace, stages = TRACE.remembering(done.phase.found), stages_of("safe")
     saved = Progress(0, "auto", replace(TUNED, trace=trace, accuracy=stages[0].accuracy), done.phase.found)
     read = Progress.from_text(saved.to_text(stages, 2), stages, 2, 1000)
     assert read.found == saved.found == {("b", str(FOUR)): math.inf}
@@ -183,7 +184,7 @@ def test_a_faulty_unit_gets_a_finer_compressor_and_the_log_says_so(run):
     (decision,) = done.handle.decisions
     assert "b: the error is 0.3, and 0.2 are allowed; BlockQuant" in decision.text
     assert (decision.policy, decision.plan_fingerprint) == ("espresso", done.handle.plan.fingerprint())
-    allowed = allowed_compressors(done.phase.remembering(TRACE), "safe")
+    allowed = allowed_compressors(TRACE.remembering(done.phase.found), "safe")
     assert FOUR in allowed["a"] and FOUR not in allowed["b"], "no later plan repeats it"
 
 

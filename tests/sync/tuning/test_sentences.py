@@ -8,19 +8,11 @@ from dataclasses import replace
 import pytest
 
 from gckernels.sync.plans.numbers import change
+from gckernels.sync.predictive.planning import tries
 from gckernels.sync.tuning.trials.rules import stages_of
-from gckernels.sync.tuning.trials.sentences import (
-    drifted,
-    failed,
-    faster,
-    link_changed,
-    refined,
-    restarted,
-    resumed,
-    tries,
-    tries_plain,
-)
+from gckernels.sync.tuning.trials.sentences import failed, restarted, resumed
 from gckernels.sync.tuning.trials.trial_report import PlainSteps, Tried, compresses, stays_plain
+from gckernels.sync.tuning.watching.watch_report import drifted, faster, link_changed, refined, tries_plain
 
 RECORDED = PlainSteps(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
 FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)

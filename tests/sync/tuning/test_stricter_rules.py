@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from gckernels import BlockQuant, sync
 from gckernels.sync.accuracy.accuracy import relative_error
 from gckernels.sync.tuning.trials.rules import STEPS
-from gckernels.sync.tuning.watching.fallback import remembering
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
@@ -169,10 +168,10 @@ def replanned(limit):
     """Whether the plan that ran is tried again after its compressor has had a larger error."""
     training = Training("module", "safe", FOUR)
     training.train(0, STEPS + 2)
-    tuner, plan = training.handle._saved.tuning._tuner, training.handle.plan
+    tuner, plan = training.handle._tuning._tuner, training.handle.plan
     trace, stage = tuner._progress.tuned.trace, tuner._stages[0]
     names = {name for unit in plan.units for name in unit.parameters}
-    worse = remembering(trace, {(name, str(BlockQuant(bits=4))): limit for name in names})
+    worse = trace.remembering({(name, str(BlockQuant(bits=4))): limit for name in names})
     (judged,) = tuner._again(plan, trace, stage)
     again = tuner._again(plan, worse, stage)
     training.close()

@@ -100,7 +100,7 @@ def plain_steps(front, fault, where, is_tuned):
         model, handle = tuned_handle(front, module)
         handles.append(handle)
         if not is_tuned:
-            handle._saved.tuning.close()
+            handle._tuning.close()
         seen = train(model, module, range(STEPS), lambda _: digest_of(p.grad for p in module.parameters()))
     texts, listeners, policy = (
         [each.text for each in handle.decisions],
@@ -199,7 +199,7 @@ def alone():
     train(model, module, range(3), lambda _: None)
     finite = torch.isfinite(next(module.parameters())).all().item()
     return (
-        handle._saved.tuning._tuner is None,
+        handle._tuning._tuner is None,
         comm_hook(model) is None,
         len(handle.decisions),
         handle.stats()["step"],

@@ -9,10 +9,9 @@ import torch
 
 from gckernels import BlockQuant, Cast16, ChunkTopK, EFSignSGD, Identity
 from gckernels.sync.programs.named import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE
-from gckernels.sync.tracing.combining import unmeasured
+from gckernels.sync.traces.model_parameters import unmeasured
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.uniform_candidates import MOST, candidates
-from gckernels.sync.tuning.watching.fallback import remembering
 
 
 class Text(torch.nn.Module):
@@ -59,7 +58,7 @@ def test_where_the_rule_does_not_allow_a_compressor_the_next_finer_one_follows()
 
 
 def test_errors_that_are_known_of_the_training_count():
-    trace = remembering(TRACE, {("layer.weight", str(BlockQuant(bits=4))): 0.5})
+    trace = TRACE.remembering({("layer.weight", str(BlockQuant(bits=4))): 0.5})
     plans, _ = found("safe", trace=trace)
     assert plans[0]["layer.weight"] == BlockQuant() and plans[0]["last.weight"] == BlockQuant(bits=4)
 

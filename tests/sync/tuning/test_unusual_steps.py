@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
-from gckernels.sync.attaching.proposers import LaterPlans
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.tuning import uniform_candidates
+from gckernels.sync.tuning.proposers import LaterPlans
 from gckernels.sync.tuning.trials.rules import STEPS
 from models import SMALL_BUCKETS, Halves, build
 from ranks import run_ranks, values_of

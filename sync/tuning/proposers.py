@@ -1,0 +1,71 @@
+"""Proposers, which find the plans that a tuning tries."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from ..communication.agreement import Failure
+from ..plans.plan import Plan
+from ..traces.model_trace import ModelTrace
+from .auto import Auto
+from .trials.race import Race
+from .trials.rules import Phase
+from .trials.training import Steps, TunedTraining
+from .uniform_candidates import UniformCandidates
+
+
+class Proposer(Protocol):
+    """Proposes plans for trials. Every rank has one, and all of them propose the same plans.
+
+    Attributes:
+        needs_trace: whether plain steps must be recorded for it.
+    """
+
+    @property
+    def needs_trace(self) -> bool: ...
+
+    def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
+        """Plans that the rule of accuracy allows and that may beat those of the race. Each step of a training that this
+        takes is one with the best plan so far. Collective.
+
+        Args:
+            stage: the rule of accuracy.
+            trace: the model, with the errors that are known of compressors, and with times if steps were recorded.
+            race: the plans that were tried so far, and their times.
+        """
+
+    def close(self) -> None:
+        """End what is in progress. Further calls do nothing."""
+
+
+def proposers_of(auto: Auto, training: TunedTraining) -> tuple[Proposer, ...]:
+    """The proposers that some settings ask for, those first whose plans are to be tried first."""
+    uniform = UniformCandidates(training)
+    predicts = auto.predict and training.frontend.can_be_traced
+    return (uniform, LaterPlans(training)) if predicts else (uniform,)
+
+
+class LaterPlans:
+    """Predicted plans, whose proposer is imported when it is asked, so that attaching does not wait for the planner.
+
+    Args:
+        training: the training.
+    """
+
+    needs_trace = True
+
+    def __init__(self, training: TunedTraining) -> None:
+        self._training = training
+        self._made: Any = None
+
+    def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
+        if self._made is None:
+            searching = importlib.import_module("..predictive.searching", __package__)
+            self._made = searching.PredictedPlans(self._training)
+        found: tuple[Plan, ...] | Failure = yield from self._made.plans(stage, trace, race)
+        return found
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
