@@ -15,7 +15,7 @@ from gckernels import sync
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine import runtime
 from gckernels.sync.frontends.members import Members
-from gckernels.sync.frontends.module.layouts import Layouts
+from gckernels.sync.frontends.module.buckets import Layouts
 from gckernels.sync.messages.message import Message
 
 

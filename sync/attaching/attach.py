@@ -124,22 +124,21 @@ def attach(
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
     frontend: type[ModelFrontend] = frontend_of(kind_of(model))
     averaging, everyone = frontend.groups(model, process_group)
-    device = device_of(model)
     request = Request(
-        frontend.kind,
-        averaging,
-        everyone,
-        device,
-        UNCOMPRESSED if isinstance(plan, Auto) else plan,
-        strict,
-        memory_budget_mb,
-        grad_scaler,
-        can_discard,
-        residual_bits,
-        weights,
-        seed,
-        0 if isinstance(plan, Auto) else start_step,
-        ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters),
+        frontend=frontend.kind,
+        group=averaging,
+        everyone=everyone,
+        device=device_of(model),
+        plan=UNCOMPRESSED if isinstance(plan, Auto) else plan,
+        strict=strict,
+        memory_budget_mb=memory_budget_mb,
+        grad_scaler=grad_scaler,
+        can_discard=can_discard,
+        residual_bits=residual_bits,
+        weights=weights,
+        seed=seed,
+        start_step=0 if isinstance(plan, Auto) else start_step,
+        options=ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters),
         is_tuned=isinstance(plan, Auto),
     )
 
@@ -158,7 +157,7 @@ def attach(
             )
         return checked, [*more, *lines]
 
-    agreed_plan = agreed("attach", everyone, device, check)
+    agreed_plan = agreed("attach", everyone, request.device, check)
     end_spent(model)
     attachment = Attachment(frontend(model, agreed_plan, request), request)
     if isinstance(plan, Auto):

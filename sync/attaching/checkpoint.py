@@ -10,14 +10,13 @@ rows. It computes its part of the mass (:mod:`~gckernels.sync.states.resharding`
 one unit at a time. So no rank holds more of the old residuals than its share.
 
 Ranks that have only parts of the parameters, as with replicas of shards, save one job for each part. Ranks with other
-parts, or with all parameters, read the states of all ranks (:mod:`.saved_states`).
+parts, or with all parameters, read the states of all ranks (:class:`.spread_jobs.SavedStates`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,20 +27,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, full
 
 from ..communication.agreement import agreed
-from ..communication.collectives import all_gather
 from ..engine.runtime import Runtime
 from ..frontends.frontend import UPDATES
-from ..plans.plan import UnitPlan
-from ..programs.residuals import ENCODINGS, EncodedRegion
+from ..programs.residuals import ENCODINGS
 from ..resources.feedback import KINDS, NOUNS, require_finite
 from ..states.dcp_guard import Refusal, refuse_to_be_deeper
 from ..states.header import GROUP, HEADER, PARKED, find_headers, name_of_group, own_group, parse, text_of
 from ..states.jobs import AVERAGED, Job
-from ..states.layout import FACTORS, RankState, kept_regions, max_sizes, route
+from ..states.layout import FACTORS, RankState, kept_regions, route
 from ..states.resharding import check_fit
-from .rank_states import loaded_states, saved_states, state_targets
-from .saved_states import SavedStates
 from .saving import SavedTraining
+from .spread_jobs import SavedStates, SpreadJob, loaded_states, saved_states, state_targets
 
 _CPU = torch.device("cpu")
 _ROWS, _COLUMNS = Shard(0), Shard(1)
@@ -104,7 +100,7 @@ class Checkpoint:
             return
         runtime = self._runtime
 
-        def check() -> tuple[tuple[_SpreadJob, list[Callable[[], None]]], list[str]]:
+        def check() -> tuple[tuple[SpreadJob, list[Callable[[], None]]], list[str]]:
             inner = [each for name, each in state_dict.items() if name.startswith(GROUP)]
             state = inner[0] if len(state_dict) == len(inner) == 1 else state_dict
             job = parse(state.get(HEADER))
@@ -184,7 +180,7 @@ class Checkpoint:
             return range(0)
         return range(rank, rank + 1) if ranks == self._runtime.world_size else range(ranks)
 
-    def _loaded(self, job: Job, state_dict: dict[str, Any]) -> _SpreadJob:
+    def _loaded(self, job: Job, state_dict: dict[str, Any]) -> SpreadJob:
         """The job in the loaded ``state_dict``; raises :class:`ValueError` unless that is complete."""
         rank, units = self._runtime.rank, job.plan.by_key
         own: RankState = {kind: {} for kind in KINDS}
@@ -217,7 +213,7 @@ class Checkpoint:
                 for key, tensor in tensors.items():
                     require_finite("checkpoint", kind, key, tensor)
         shared = (job.plan, job.topology, job.step, job.units, {rank: own}, columns, self._runtime)
-        return _SpreadJob(*shared, notes=job.notes, parked={rank: parked}, parked_sizes=job.parked_sizes)
+        return SpreadJob(*shared, notes=job.notes, parked={rank: parked}, parked_sizes=job.parked_sizes)
 
     def _spread(self, job: Job) -> Iterator[tuple[str, str, int, Shard]]:
         """The old tensors that are spread over the ranks: what was parked, and residuals, of which a new job of one
@@ -241,58 +237,6 @@ class Checkpoint:
 
     def _mesh(self) -> DeviceMesh:
         return DeviceMesh.from_group(self._runtime.group, _CPU.type)
-
-
-@dataclass(frozen=True)
-class _SpreadJob(Job):
-    """A job whose old residuals are spread over the ranks of the new job.
-
-    Attributes:
-        feedback: residuals of the calling rank alone, for units with the same route as before; and factors.
-        columns: residuals of all other units, ``[old ranks, columns]``: this rank's part of the columns.
-        runtime: the runtime of the new job.
-    """
-
-    columns: RankState
-    runtime: Runtime
-
-    @property
-    def is_whole(self) -> bool:
-        return True
-
-    @property
-    def has_unsent(self) -> bool:
-        return any(self.largest_residuals())
-
-    def parked_part(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-        """As in :class:`Job`. Collective if the old job had another number of ranks."""
-        mine = self.parked[rank]
-        if world_size == self.topology.world_size:
-            return dict(mine)
-        means = {}
-        for name, numel in self.parked_sizes.items():
-            columns = torch.zeros(-(-numel // world_size), dtype=torch.float64, device="cpu")
-            columns[: mine[name].shape[1]] = mine[name].double().mean(0)
-            everything = torch.empty(world_size, columns.numel(), dtype=torch.float64, device=self.runtime.device)
-            all_gather(everything.view(-1), columns.to(everything.device), group=self.runtime.group)
-            means[name] = everything.flatten()[:numel].float().cpu()
-        return means
-
-    def weighted_residuals(self, unit: UnitPlan) -> Iterator[tuple[str, EncodedRegion, torch.Tensor]]:
-        """As in :class:`Job`. Collective: every rank asks for the same units in the same order."""
-        group, world_size = self.runtime.group, self.runtime.world_size
-        for kind, width in max_sizes(unit, self.topology).items():
-            if (rows := self.columns[kind].get(unit.key)) is None:
-                continue
-            each = [kept_regions(unit, self.topology, rank)[kind] for rank in range(self.topology.world_size)]
-            distinct = {encoding: index for index, encoding in enumerate(dict.fromkeys(each))}
-            part = torch.zeros(len(distinct), -(-width // world_size), dtype=torch.float64, device="cpu")
-            for row, encoding in zip(rows, each, strict=True):
-                part[distinct[encoding], : row.numel()] += row.double().mul_(encoding.weight)
-            parts = torch.empty(world_size, *part.shape, dtype=part.dtype, device=self.runtime.device)
-            all_gather(parts.view(-1), part.to(parts.device).view(-1), group=group)
-            for encoding, vector in zip(distinct, parts.cpu().transpose(0, 1).flatten(1), strict=True):
-                yield kind, encoding, vector[: unit.encoder(kind).traits.states * (encoding.stop - encoding.start)]
 
 
 def _row(values: torch.Tensor | None, width: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import torch
@@ -41,6 +42,17 @@ class FailedBucket:
 
 Outcome: TypeAlias = torch.Tensor | FailedBucket
 """The value of a bucket's future: the bucket, synchronised, or its failure."""
+
+
+def wait_for(futures: Iterable[Future[Outcome]]) -> None:
+    """Wait until buckets have been synchronised; on a device, let its current stream wait.
+
+    Raises:
+        RuntimeError: one of them has failed.
+    """
+    for future in futures:
+        if isinstance(outcome := future.wait(), FailedBucket):
+            raise outcome.error
 
 
 def failed_future(error: Exception) -> Future[Outcome]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -132,7 +132,7 @@ class ModuleOptions:
                 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """The arguments of ``attach``, which documents them, and the ranks that have given them.
 
@@ -158,17 +158,17 @@ class Request:
     everyone: dist.ProcessGroup
     device: torch.device
     plan: Plan | Compressor | str
-    strict: bool
-    memory_budget_mb: float | None
-    grad_scaler: GradScaler | None
-    can_discard: bool
+    strict: bool = True
+    memory_budget_mb: float | None = None
+    grad_scaler: GradScaler | None = None
+    can_discard: bool = False
     residual_bits: int
-    weights: Compressor | str | None
+    weights: Compressor | str | None = None
     seed: int
     start_step: int
     options: ModuleOptions
-    is_tuned: bool = field(default=False, kw_only=True)
-    decay: float = field(default=1.0, kw_only=True)
+    is_tuned: bool = False
+    decay: float = 1.0
 
     @property
     def enabled_scaler(self) -> GradScaler | None:

@@ -47,12 +47,7 @@ def program_name(program: Program, world_size: int) -> str:
 
 def summary_of(plan: Plan, world_size: int) -> str:
     """The compressors and programs of a plan with their numbers of units, such as ``"14 BlockQuant(bits=4) by
-    allgather, 3 exact; 2 channels"``.
-
-    Args:
-        plan: the plan.
-        world_size: the number of ranks.
-    """
+    allgather, 3 exact; 2 channels"``."""
     ways = Counter(
         "exact"
         if isinstance(unit.compressor, Identity)

@@ -43,12 +43,6 @@ def unsent(unit: UnitPlan, topology: Topology, rank: int, kept: Kept) -> Iterato
     """The stretches of a unit that ``rank`` has not sent, in all its residuals.
 
     The sum over all ranks of ``weight * values``, each at its elements, is the mass of the unit.
-
-    Args:
-        unit: the unit.
-        topology: the topology of the ranks.
-        rank: the rank.
-        kept: its residuals.
     """
     for kind, region in kept_regions(unit, topology, rank).items():
         residual, method = kept(kind, unit.key), unit.encoder(kind)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from ..communication.cores import Moment
-from ..frontends.sharded.replica_group import ReplicaGroup
 from ..frontends.sharded.shard_groups import ShardGroup
+from ..frontends.sharded.stand_ins import ReplicaGroup
 from .clocks import Clock, HostClock, Mark
 
 

@@ -49,12 +49,7 @@ class Progress:
         return (trace or model).remembering(self.found)
 
     def to_text(self, stages: Sequence[Phase], ranks: int) -> str:
-        """The progress as JSON.
-
-        Args:
-            stages: the rules of the tuning.
-            ranks: the number of ranks.
-        """
+        """The progress of a tuning by the rules ``stages`` on ``ranks`` ranks, as JSON."""
         if self.is_given:
             return json.dumps({"given": [stage.allowed for stage in stages]})
         record: dict[str, object] = {"ranks": ranks, "found": [[*key, error] for key, error in self.found.items()]}
@@ -126,12 +121,7 @@ class Retries:
     causes: frozenset[str] = frozenset()
 
     def after(self, step: int, text: str) -> Retries:
-        """The failures with one more.
-
-        Args:
-            step: the step of the failure.
-            text: the error.
-        """
+        """The failures with one more, the error ``text`` at a step."""
         allowance = self.allowance.later(step - self.at_step).spent()
         return Retries(allowance, step, step + allowance.wait, self.causes | {_cause(text)})
 

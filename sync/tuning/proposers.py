@@ -47,11 +47,7 @@ def proposers_of(auto: Auto, training: TunedTraining) -> tuple[Proposer, ...]:
 
 
 class LaterPlans:
-    """Predicted plans, whose proposer is imported when it is asked, so that attaching does not wait for the planner.
-
-    Args:
-        training: the training.
-    """
+    """Predicted plans, whose proposer is imported when it is asked, so that attaching does not wait for the planner."""
 
     needs_trace = True
 

@@ -29,11 +29,7 @@ _SIDE = 1 << 10
 
 
 class UniformCandidates:
-    """Proposes a plan for each compressor of a rule; and the same with encoded parameters, if the training allows it.
-
-    Args:
-        training: the training.
-    """
+    """Proposes a plan for each compressor of a rule, and the same with encoded parameters if the training allows it."""
 
     needs_trace = False
 

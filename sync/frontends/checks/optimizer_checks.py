@@ -40,11 +40,8 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> R
 
 
 def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
-    """Watch the first step of an optimizer that has one of ``parameters``, and warn if a gradient scaler makes it.
-
-    Args:
-        parameters: parameters with residuals.
-    """
+    """Watch the first step of an optimizer that has one of ``parameters``, which have residuals, and warn if a gradient
+    scaler makes it."""
     warning = (
         "gckernels: a GradScaler scales the gradients, but the synchronisation was not given it. Residuals "
         "will be wrong after the scale changes, and a part of them is lost in skipped steps. Pass "

@@ -13,7 +13,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ...engine.bucket_messages import BucketMessages
-from ...engine.failures import FailedBucket, Outcome
+from ...engine.failures import Outcome, wait_for
 from ...engine.runtime import Runtime
 from ...plans.grouping import PlacedUnit
 from ...plans.plan import UnitPlan
@@ -135,9 +135,8 @@ class DdpBuckets:
         self._sent_zeros.append(sent)
         if last:
             self.runtime.release()
-            while self._sent_zeros:
-                if isinstance(outcome := self._sent_zeros.pop().wait(), FailedBucket):
-                    raise outcome.error
+            sent_zeros, self._sent_zeros = self._sent_zeros, []
+            wait_for(reversed(sent_zeros))
         return sent
 
     def _pieces(self, members: tuple[int, ...], known: _Bucket, used: Collection[int] = ()) -> dict[str, torch.Tensor]:

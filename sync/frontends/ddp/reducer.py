@@ -40,12 +40,7 @@ _ASSIGN = "_compute_bucket_assignment_by_size"
 
 
 class CommHook:
-    """The communication hook of a DDP model.
-
-    Args:
-        ddp_model: the model.
-        parameters: the parameters that it averages.
-    """
+    """The communication hook of a DDP model, which averages ``parameters``."""
 
     def __init__(self, ddp_model: DistributedDataParallel, parameters: Collection[torch.nn.Parameter]) -> None:
         self._model = weakref.ref(ddp_model)
@@ -127,13 +122,8 @@ def comm_hook(ddp_model: DistributedDataParallel) -> CommHook | None:
 def use_comm_hook(
     ddp_model: DistributedDataParallel, parameters: Collection[torch.nn.Parameter], handler: Handler
 ) -> None:
-    """Let ``handler`` handle the model's steps, by the hook that it has already, or else by a new one.
-
-    Args:
-        ddp_model: the model, between two steps.
-        parameters: the parameters that it averages.
-        handler: handles the steps.
-    """
+    """Let ``handler`` handle a model's steps from now on, by the hook that it has already, or else by a new one. The
+    model is between two steps, and averages ``parameters``."""
     hook = comm_hook(ddp_model)
     if hook is None:
         hook = CommHook(ddp_model, parameters)

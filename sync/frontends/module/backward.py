@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ...engine.failures import FailedBucket, Outcome
+from ...engine.failures import Outcome, wait_for
 from ...engine.runtime import Runtime
 from ..frontend import Before
 from ..members import Members, listed
 from ..ownership import refuse_wrapped
-from .buckets import Bucket, Slot
-from .layouts import Layouts
+from .buckets import Bucket, Layouts, Slot
 
 _HAS_GRAPH = (
     "gckernels: backward(create_graph=True) averages gradients, as under DDP, but not their derivatives: averaged "
@@ -183,10 +182,7 @@ class Backward:
         """Wait for all launched buckets; on a device, let its current stream wait."""
         futures, self._futures, self._active = self._futures, [], []
         self._accumulated.clear()
-        for future in futures:
-            outcome = future.wait()
-            if isinstance(outcome, FailedBucket):
-                raise outcome.error
+        wait_for(futures)
 
     def _abandon(self) -> None:
         """Let the next gradient begin a new step."""

@@ -24,7 +24,7 @@ from ..frontend import Before, ModelFrontend
 from ..members import Members
 from ..request import Request
 from .backward import Backward
-from .layouts import Layouts
+from .buckets import Layouts
 from .module_checks import checked_plan, fitting
 
 _MIB = 2**20

@@ -36,11 +36,11 @@ from ...programs.topology import Topology
 from ...states.parts import ModelPart
 from ..checks.hooks import weakly
 from ..request import Request
-from .comms import AllGatherComm, ReduceScatterComm, factor_of
 from .gathers import Gathers
 from .machine_levels import MachineLevels
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardBucket, ShardedFrontend
+from .stand_ins import AllGatherComm, ReduceScatterComm, factor_of
 
 
 class FullyShardedFrontend(ShardedFrontend):

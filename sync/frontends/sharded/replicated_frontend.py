@@ -22,9 +22,9 @@ from ...plans.plan import Frontend, Plan, UnitPlan
 from ...states.parts import ModelPart
 from ..checks.hooks import weakly
 from ..request import Request
-from .replica_group import ReplicaGroup
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardedFrontend
+from .stand_ins import ReplicaGroup
 
 
 class ReplicatedFrontend(ShardedFrontend):

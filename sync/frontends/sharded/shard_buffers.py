@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.futures import Future
 
-from ...engine.failures import FailedBucket, Outcome
+from ...engine.failures import Outcome, wait_for
 
 
 class RowBuffer:
@@ -85,8 +85,7 @@ class ShardBuffer(RowBuffer):
         self._sent = self._finish = None
         if sent is None or finish is None:
             return
-        if isinstance(outcome := sent.wait(), FailedBucket):
-            raise outcome.error
+        wait_for([sent])
         finish()
         if self._device.type == "cuda":
             self._free = torch.cuda.current_stream(self._device).record_event()

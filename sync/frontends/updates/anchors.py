@@ -1,4 +1,5 @@
-"""The parameters of the last synchronisation, the same on all ranks, from which updates are measured.
+"""The parameters of the last synchronisation, the same on all ranks, from which updates are measured; and fragments of
+a model on their way, whose means move them some steps later.
 
 An anchor has at least 32 bits, also that of a parameter with 16. It begins a round as the parameter does; with fewer
 bits in the parameter the anchor keeps the rest. So means of small updates add up, and none is measured twice.
@@ -6,14 +7,17 @@ bits in the parameter the anchor keeps the rest. So means of small updates add u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.futures import Future
 
+from ...engine.failures import Outcome, wait_for
 from ...plans.strides import grad_strides
 from ..members import Members
-from .optimizer_states import check_optimizer, copied
+from .optimizer_states import check_optimizer, check_tensors, copied
 from .updates_request import Outer
 
 
@@ -78,11 +82,49 @@ def _anchor(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter
     return torch.nn.Parameter(values.copy_(parameter.detach()))
 
 
-def check_tensors(what: str, found: Any, expected: Mapping[str, torch.Tensor]) -> None:
-    """Raise a ValueError unless ``found`` has a tensor with the shape of each one that is expected."""
-    shapes = {name: tuple(each.shape) for name, each in expected.items()}
-    if (
-        not isinstance(found, dict)
-        or {name: tuple(getattr(each, "shape", ())) for name, each in found.items()} != shapes
-    ):
-        raise ValueError(f"state: {what} must have a tensor for each parameter of the model, of the same shape")
+@dataclass
+class Arrival:
+    """A fragment on its way.
+
+    Attributes:
+        means: its updates, which become their means, by the names of the parameters.
+        sent: the parameters as they were sent, if steps that are made meanwhile are to be kept; otherwise nothing.
+        left: the number of steps until it arrives.
+        futures: the messages that have not ended yet.
+    """
+
+    means: dict[str, torch.Tensor]
+    sent: dict[str, torch.Tensor]
+    left: int
+    futures: Sequence[Future[Outcome]] = field(default=(), repr=False)
+
+    def wait(self) -> None:
+        """Wait until the means are there.
+
+        Raises:
+            RuntimeError: a message has failed.
+        """
+        futures, self.futures = self.futures, ()
+        wait_for(futures)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the means and of the parameters that were sent, and the number of steps until they arrive."""
+        self.wait()
+        return {"means": copied(self.means), "sent": copied(self.sent), "left": self.left}
+
+    @classmethod
+    def read(cls, state: Any, parameters: Mapping[str, torch.Tensor]) -> Arrival:
+        """The fragment of a state of :meth:`state_dict`, on the device of some parameters.
+
+        Raises:
+            ValueError: it is damaged, or of other parameters.
+        """
+        means = state.get("means") if isinstance(state, dict) else None
+        if not isinstance(means, dict) or type(state.get("left")) is not int or not means.keys() <= parameters.keys():
+            raise ValueError("state: arriving must be a dict with the means of parameters of the model")
+        expected = {name: parameters[name] for name in means}
+        check_tensors("means", means, expected)
+        check_tensors("sent", state.get("sent"), expected if state["sent"] else {})
+        own = {name: each.to(expected[name].device, copy=True) for name, each in means.items()}
+        sent = {name: each.to(expected[name], copy=True) for name, each in state["sent"].items()}
+        return cls(own, sent, state["left"])

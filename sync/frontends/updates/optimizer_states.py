@@ -1,8 +1,8 @@
-"""The states of optimizers that differ between ranks: copies, checks, and the mean of several."""
+"""States that differ between ranks, such as those of optimizers: copies, checks, and the mean of several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,3 +56,13 @@ def _sizes(state: Any) -> list[int] | None:
     """The number of parameters in each group of an optimizer's state; ``None`` for anything else."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     return None if groups is None else [len(group["params"]) for group in groups]
+
+
+def check_tensors(what: str, found: Any, expected: Mapping[str, torch.Tensor]) -> None:
+    """Raise a ValueError unless ``found`` has a tensor with the shape of each one that is expected."""
+    shapes = {name: tuple(each.shape) for name, each in expected.items()}
+    if (
+        not isinstance(found, dict)
+        or {name: tuple(getattr(each, "shape", ())) for name, each in found.items()} != shapes
+    ):
+        raise ValueError(f"state: {what} must have a tensor for each parameter of the model, of the same shape")

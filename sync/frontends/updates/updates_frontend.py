@@ -22,12 +22,10 @@ from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
 from ..frontend import UPDATES, ModelFrontend
 from ..members import Members
-from ..module.buckets import Bucket
-from ..module.layouts import Layouts
+from ..module.buckets import Bucket, Layouts
 from ..request import Request
-from .anchors import Anchors, check_tensors
-from .arrivals import Arrival
-from .optimizer_states import check_optimizer, copied, mean_of
+from .anchors import Anchors, Arrival
+from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
 from .optimizer_steps import OptimizerSteps
 from .schedule import Schedule, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements

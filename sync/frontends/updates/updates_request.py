@@ -30,7 +30,7 @@ SHORT_ROUND = 2
 """The number of steps of a round up to which a step is like one of plain DDP (``bench/training/updates.py``)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdatesRequest(Request):
     """The arguments of ``average_updates``, which documents them, beside those that ``attach`` has as well."""
 

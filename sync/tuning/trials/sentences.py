@@ -31,23 +31,13 @@ def resumed(step: int, plan: str) -> Sentences:
 
 
 def restarted(plan: str, why: str) -> Sentences:
-    """The sentences when a saved plan runs until the tuning, which begins anew, has found one.
-
-    Args:
-        plan: the plan.
-        why: why the plan does not stay.
-    """
+    """The sentences when a saved plan runs until the tuning has found one, which begins anew, and why it does."""
     text = f"resumed with the saved plan: {plan}; it is tuned anew: {why}"
     return Sentences(text, f"The saved plan is tuned anew: {why}.")
 
 
 def left(plan: str, why: str) -> Sentences:
-    """The sentences when a saved plan does not go on.
-
-    Args:
-        plan: the plan.
-        why: why it may not run.
-    """
+    """The sentences when a saved plan does not go on, because it may not run."""
     text = f"the saved plan is left: {plan}; {why}; what it has not sent is sent exactly, then {PLAIN} goes on"
     return Sentences(text, f"The saved plan is left: {why}. Its residuals are sent exactly.")
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gckernels import sync
-from gckernels.sync.frontends.sharded.comms import factor_of
+from gckernels.sync.frontends.sharded.stand_ins import factor_of
 from gckernels.sync.predictive import searching
 from ranks import run_ranks, values_of
 from sharded_models import (

@@ -1,4 +1,5 @@
-"""The stand-ins for FSDP2's reduce-scatter and all-gather of one group of parameters."""
+"""The stand-ins for FSDP2's reduce-scatter and all-gather of one group of parameters, and for its process group of
+replicas."""
 
 from __future__ import annotations
 
@@ -11,6 +12,9 @@ from torch.distributed.distributed_c10d import Work
 
 Room = Callable[[int, torch.dtype], torch.Tensor | None]
 """A function that returns memory for a collective, ``[numel]`` of a dtype; ``None`` for that of FSDP."""
+Average = Callable[[torch.Tensor, Any], bool | None]
+"""A function that gives a vector the reduction of those of all replicas; or returns ``False`` or ``None``, and leaves
+it alone."""
 
 
 class ShardComm:
@@ -85,6 +89,47 @@ class AllGatherComm(ShardComm):
         if (work := self._gather(output_tensor, group)) is not None:
             return work
         return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """A process group whose all-reduce is a function. Everything else is that of the group for which it stands.
+
+    Args:
+        inner: the group for which it stands.
+        average: takes the vector and the operation of each all-reduce. If it returns ``False`` or ``None``, ``inner``
+            reduces.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, average: Average) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self.inner, self._average = inner, average
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
+        operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        operation = getattr(operation, "op", operation)  # its kind, without the factor that some have
+        if not self._average(tensors[0], operation):
+            return self.inner.allreduce(tensors) if opts is None else self.inner.allreduce(tensors, opts)
+        return None
+
+    def broadcast(self, *arguments: Any) -> Any:
+        return self.inner.broadcast(*arguments)
+
+    def allgather(self, *arguments: Any) -> Any:
+        return self.inner.allgather(*arguments)
+
+    def barrier(self, *arguments: Any) -> Any:
+        return self.inner.barrier(*arguments)
+
+    def getBackendName(self) -> str:
+        return self.inner.name()
+
+    @property
+    def group_name(self) -> Any:
+        return self.inner.group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self.inner.group_desc
 
 
 def factor_of(operation: Any, ranks: int) -> float:
