@@ -55,9 +55,9 @@ class Attachment:
 
     def _tune(self, model: torch.nn.Module, auto: Auto, start_step: int) -> None:
         """Find plans while the model is trained. If that cannot begin, close the attachment and raise."""
-        tuning = importlib.import_module("..tuning.tuning", __package__)
         parts = (self._frontend, self._changes, self._figures, self._listeners)
         try:
+            tuning = importlib.import_module("..tuning.tuning", __package__)
             self._tuning = tuning.Tuning(*parts, model, auto, start_step)
         except BaseException:
             self.close()
@@ -274,6 +274,7 @@ class Attachment:
 
     @property
     def _saved(self) -> SavedTraining:
+        """The parts that checkpoints save and load."""
         saving = importlib.import_module(".saving", __package__)
         parts = (self._frontend, self._parking, self._changes, self._figures)
         saved: SavedTraining = saving.SavedTraining(*parts, self._tuning)

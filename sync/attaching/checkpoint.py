@@ -63,7 +63,7 @@ class Checkpoint:
     @property
     def _runtime(self) -> Runtime:
         """The runtime of the plan that runs now."""
-        return self._training.runtime
+        return self._training.frontend.runtime
 
     def state_dict(self) -> dict[str, Any]:
         """The tensors and the header that DCP saves, or the tensors into which it loads.
@@ -100,21 +100,18 @@ class Checkpoint:
             return
         runtime = self._runtime
 
-        def check() -> tuple[tuple[SpreadJob, list[Callable[[], None]]], list[str]]:
+        def check() -> tuple[tuple[SpreadJob, Callable[[], None]], list[str]]:
             inner = [each for name, each in state_dict.items() if name.startswith(GROUP)]
             state = inner[0] if len(state_dict) == len(inner) == 1 else state_dict
             job = parse(state.get(HEADER))
             check_fit(job.plan, runtime.plan)
             loaded = self._loaded(job, state)
-            takes = [self._training.read_notes(loaded)]
-            if ranks := self._states(job):
-                takes.append(self._training.read_own(loaded_states(state, ranks)))
-            return (loaded, takes), [state[HEADER]]
+            states = loaded_states(state, ranks) if (ranks := self._states(job)) else []
+            return (loaded, self._training.read_rest(loaded, states)), [state[HEADER]]
 
-        job, takes = agreed("load", runtime.group, runtime.device, check)
+        job, take_rest = agreed("load", runtime.group, runtime.device, check)
         runtime.take_over(job)
-        for take in takes:
-            take()
+        take_rest()
         self._reads = None  # from now on the object is for saving
 
     __create_write_items__ = refuse_to_be_deeper
@@ -123,7 +120,7 @@ class Checkpoint:
 
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
-        own = saved_states(self._training.own(), runtime.rank)
+        own = saved_states(self._training.frontend.state_dict(), runtime.rank)
         state = runtime.state_dict(_CPU)
         parking = self._training.parking
         parts, sizes = parking.state_dict(_CPU), parking.sizes

@@ -83,19 +83,12 @@ class RuntimeState:
             ValueError: a state is damaged, or of another rank or number of ranks, or the list is not of all ranks of
                 one job.
         """
+        parts = importlib.import_module("..states.parts", __package__)
         job: Job
         if isinstance(state, list | tuple):
-            parts = importlib.import_module("..states.parts", __package__)
             job = parts.read_states(state, self.plan, self.part)
-            return job
-        entry = None if self.part is None else self.part.entry
-        if isinstance(state, dict) and state.get("part") != entry:
-            raise ValueError(
-                f"state: saved by a rank with part {state.get('part')} of the parameters, but this rank has {entry}; "
-                "pass the list of the states of all its ranks instead"
-            )
-        jobs = importlib.import_module("..states.jobs", __package__)
-        job = jobs.read_own(state, self.rank, self.world_size)
+        else:
+            job = parts.read_state(state, self.part, self.rank, self.world_size)
         return job
 
     def forget(self) -> None:

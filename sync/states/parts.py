@@ -21,7 +21,7 @@ from ..programs.named import ALLGATHER, default_program
 from ..programs.residuals import ENCODINGS
 from ..programs.topology import Topology
 from ..resources.feedback import KINDS
-from .jobs import Job, read_job
+from .jobs import Job, read_job, read_own
 from .layout import RankState, join_states
 from .resharding import add_to_first
 
@@ -89,6 +89,26 @@ def read_states(states: Sequence[Any], plan: Plan, part: ModelPart | None) -> Jo
             "many shards can be continued"
         )
     return _cut(whole, plan, part)
+
+
+def read_state(state: Any, part: ModelPart | None, rank: int, world_size: int) -> Job:
+    """A job, from the state of one of its ranks, as the same rank continues it.
+
+    Args:
+        state: what that rank has saved.
+        part: the part of the parameters that the rank has; ``None`` for all of them.
+        rank, world_size: the rank, and the number of ranks of its job.
+
+    Raises:
+        ValueError: as :func:`~.jobs.read_own`; or the state is of another part.
+    """
+    entry = None if part is None else part.entry
+    if isinstance(state, dict) and state.get("part") != entry:
+        raise ValueError(
+            f"state: saved by a rank with part {state.get('part')} of the parameters, but this rank has {entry}; "
+            "pass the list of the states of all its ranks instead"
+        )
+    return read_own(state, rank, world_size)
 
 
 def _jobs(states: Sequence[Any]) -> tuple[list[Job], Rows | None]:
