@@ -244,9 +244,10 @@ class PlanChanges:
             runtime.close()
 
     def _prepared_with_room(self, runtime: Runtime) -> Callable[[], None]:
-        """A function that lets the runtime get the gradients. If nothing may be built in a backward, a step must have
-        room beside it."""
+        """A function that lets the runtime get the gradients, where the present one ends. If nothing may be built in a
+        backward, a step must have room beside it."""
         before = Room.of(runtime.device)
+        runtime.follow(self._frontend.runtime)
         install = self._frontend.prepared(runtime)
         if self._builds_between:
             require_room(before, Room.of(runtime.device))

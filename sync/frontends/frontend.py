@@ -223,8 +223,8 @@ class ModelFrontend(ABC):
 
     @abstractmethod
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        """Let a runtime continue where the present one ends, and build its messages for the buckets that are known.
-        Communicates nothing.
+        """Build the messages of a runtime, which follows the present one, for the buckets that are known. Communicates
+        nothing.
 
         Returns:
             A function that lets the runtime get the gradients from the next step on.

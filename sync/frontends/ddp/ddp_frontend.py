@@ -143,7 +143,6 @@ class DdpFrontend(ModelFrontend):
         return ddp_model is None or not ddp_model.find_unused_parameters or join_of(ddp_model) is self._join
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        runtime.follow(self.runtime)
         runtime.is_waiting = False
         buckets, ddp_model = self._new_buckets(runtime), self._model()
         assert ddp_model is not None

@@ -24,12 +24,8 @@ from ..frontend import Before, ModelFrontend
 from ..members import Members
 from ..request import Request
 from .backward import Backward
-from .buckets import Layouts
+from .buckets import BROADCAST_NBYTES, BUCKET_NBYTES, Layouts
 from .module_checks import checked_plan, fitting
-
-_MIB = 2**20
-_BUCKET_CAP_MB = 25.0
-_BROADCAST_NBYTES = 250 * _MIB
 
 
 class ModuleFrontend(ModelFrontend):
@@ -43,7 +39,7 @@ class ModuleFrontend(ModelFrontend):
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)
         self._members = Members(model, differentiable(model.named_parameters()))
-        _sync_module_states(model, self.group, _BROADCAST_NBYTES, 0, set())
+        _sync_module_states(model, self.group, BROADCAST_NBYTES, 0, set())
         self._hooks: list[RemovableHandle] = []
         self._take(self._new_backward(self.new_runtime(plan)))
 
@@ -86,7 +82,6 @@ class ModuleFrontend(ModelFrontend):
         return fitting(request, self.parameters())
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        runtime.follow(self.runtime)
         backward = self._new_backward(runtime)
         backward.prepare()
 
@@ -101,7 +96,8 @@ class ModuleFrontend(ModelFrontend):
     def _new_backward(self, runtime: Runtime) -> Backward:
         """The backward passes of a runtime, with its buckets."""
         options = self.request.options
-        layouts = Layouts(runtime, self._members, (options.bucket_cap_mb or _BUCKET_CAP_MB) * _MIB)
+        nbytes = BUCKET_NBYTES if options.bucket_cap_mb is None else options.bucket_cap_mb * 2**20
+        layouts = Layouts(runtime, self._members, nbytes)
         return Backward(runtime, self._members, layouts, options.find_unused_parameters, weakly(self._end_step))
 
     def _take(self, backward: Backward) -> None:

@@ -116,7 +116,6 @@ class ShardedFrontend(ModelFrontend):
         return fitting(request, self.parameters())
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        runtime.follow(self.runtime)
         buckets = {index: self._bound(runtime, index, each.buffer) for index, each in self._buckets.items()}
         if runtime.synchronises and not runtime.is_exact:
             for each in (*buckets.values(), *buckets.values()):  # again those whose arena has grown since

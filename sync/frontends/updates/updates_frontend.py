@@ -22,7 +22,7 @@ from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
 from ..frontend import UPDATES, ModelFrontend
 from ..members import Members
-from ..module.buckets import Bucket, Layouts
+from ..module.buckets import BROADCAST_NBYTES, BUCKET_NBYTES, Bucket, Layouts
 from ..request import Request
 from .anchors import Anchors, Arrival
 from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
@@ -31,9 +31,6 @@ from .schedule import Schedule, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements
 from .step_scales import StepScales
 from .updates_request import UpdatesRequest, checked_plan, fitting
-
-_BUCKET_NBYTES = 25 * 2**20
-_BROADCAST_NBYTES = 250 * 2**20
 
 
 class UpdatesFrontend(ModelFrontend):
@@ -50,7 +47,7 @@ class UpdatesFrontend(ModelFrontend):
         self._members = Members(model, differentiable(model.named_parameters()))
         values = {name: values_of(each) for name, each in own_parameters(model).items()}
         states = [*values.values(), *(each.detach() for each in model.buffers())]
-        dist._broadcast_coalesced(self.group, states, _BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
+        dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
         self._anchors = Anchors(values, request.outer, request.anchor_device)
         self._taken = 0  # steps of the round that runs
         self._arriving: Arrival | None = None
@@ -116,7 +113,6 @@ class UpdatesFrontend(ModelFrontend):
         return fitting(request, self.parameters())
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        runtime.follow(self.runtime)
         before = self._layouts
 
         def install() -> None:
@@ -131,7 +127,7 @@ class UpdatesFrontend(ModelFrontend):
         """Let a runtime average the updates from now on."""
         runtime.first_is_dense = False
         numels, fragments = self.numels().values(), self.request.schedule.fragments
-        nbytes = min(_BUCKET_NBYTES, 4 * sum(numels) // fragments) if fragments > 1 else _BUCKET_NBYTES
+        nbytes = min(BUCKET_NBYTES, 4 * sum(numels) // fragments) if fragments > 1 else BUCKET_NBYTES
         self.runtime, self._layouts = runtime, Layouts(runtime, self._anchors.members, nbytes)
         self._buckets, self._trained = list[Bucket](), frozenset[str]()
         self._lay_out()
