@@ -78,10 +78,7 @@ def unsent_by_parameter(
     """The stretches of some units that ``rank`` has not sent, as its part in the mean over all ranks.
 
     Args:
-        units: the units.
-        topology: the topology of the ranks.
-        rank: the rank.
-        kept: its residuals.
+        kept: the residuals of the rank.
         sizes: the number of elements of each parameter, in real numbers.
 
     Returns:
@@ -113,10 +110,8 @@ def carried(old: Plan, new: Plan, world_size: int, rank: int, state: RankState) 
     A unit that stays as it is keeps its momenta and factors. Gradient that has not been sent becomes zero.
 
     Args:
-        old: the plan before.
-        new: the plan that follows.
-        world_size: the number of ranks.
-        rank: the rank of the state.
+        old, new: the plan before, and the one that follows.
+        world_size, rank: the number of ranks, and the rank of the state.
         state: all residuals and factors of the rank; a copy, which is changed.
 
     Returns:

@@ -44,13 +44,7 @@ from .stand_ins import AllGatherComm, ReduceScatterComm, factor_of
 
 
 class FullyShardedFrontend(ShardedFrontend):
-    """The groups of parameters of a model whose shards are on all ranks. Construction is collective.
-
-    Args:
-        model: the model, which is not kept.
-        plan: the plan that runs first, which all ranks have agreed on.
-        request: the settings of the attachment.
-    """
+    """The groups of parameters of a model whose shards are on all ranks. Construction is collective."""
 
     kind = Frontend.FSDP
     _levels: MachineLevels | None = None

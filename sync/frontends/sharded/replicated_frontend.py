@@ -28,13 +28,7 @@ from .stand_ins import ReplicaGroup
 
 
 class ReplicatedFrontend(ShardedFrontend):
-    """The groups of parameters of a model whose shards are averaged over replicas. Construction is collective.
-
-    Args:
-        model: the model, which is not kept.
-        plan: the plan that runs first, which all ranks have agreed on.
-        request: the settings of the attachment.
-    """
+    """The groups of parameters of a model whose shards are averaged over replicas. Construction is collective."""
 
     kind = Frontend.HSDP
 

@@ -52,13 +52,7 @@ class ShardBucket:
 
 
 class ShardedFrontend(ModelFrontend):
-    """The groups of parameters of a model of FSDP2. Construction is collective.
-
-    Args:
-        model: the model, which is not kept.
-        plan: the plan that runs first, which all ranks have agreed on.
-        request: the settings of the attachment.
-    """
+    """The groups of parameters of a model of FSDP2. Construction is collective."""
 
     checked_plan = staticmethod(checked_plan)
 

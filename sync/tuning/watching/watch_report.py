@@ -1,6 +1,7 @@
 """Sentences of what happens while a plan runs: why it is left, and which units get another compressor.
 
-They have the two lengths of :class:`~..trials.sentences.Sentences`.
+They have the two lengths of :class:`~..trials.sentences.Sentences`. Times are in seconds: the median of a step in the
+last window, and of the step that was expected, or of a plain one.
 """
 
 from __future__ import annotations
@@ -47,14 +48,8 @@ def refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[Sent
 
 
 def drifted(measured_s: float, expected_s: float, windows: int, steps: int) -> Sentences:
-    """The sentences when steps take another time than expected, and the plan is made anew.
-
-    Args:
-        measured_s: the median time of a step in the last window.
-        expected_s: the expected time.
-        windows: for how many windows.
-        steps: the steps of a window.
-    """
+    """The sentences when steps take another time than expected in some windows of ``steps`` steps, and the plan is made
+    anew."""
     return Sentences(
         f"a step {_takes(measured_s, expected_s)}, for {plural(windows, 'window')} of {steps} steps: planning anew",
         f"{_longer('Steps are', measured_s, expected_s)} than expected. New plans are made and tried.",
@@ -62,13 +57,8 @@ def drifted(measured_s: float, expected_s: float, windows: int, steps: int) -> S
 
 
 def link_changed(measured_s: float, expected_s: float, factor: float) -> Sentences:
-    """The sentences when the link has changed, and is measured anew.
-
-    Args:
-        measured_s: the median time of a step in the last window.
-        expected_s: the expected time.
-        factor: how many times as long as before a step waits for communication; below 1 it waits shorter.
-    """
+    """The sentences when the link has changed, and is measured anew: a step waits for communication ``factor`` times as
+    long as before."""
     waits = f"{three_digits(factor)} times as long as" if factor >= 1 else f"{whole_percent(factor)} of the time of"
     return Sentences(
         f"a step {_takes(measured_s, expected_s)}, because it waits for communication {waits} before: planning anew",
@@ -86,12 +76,7 @@ def tries_plain(measured_s: float, none_s: float) -> Sentences:
 
 
 def faster(measured_s: float, expected_s: float) -> Sentences:
-    """The sentences when compressed steps are faster than in their trials, so that plain ones may be faster still.
-
-    Args:
-        measured_s: the median time of a step in the last window.
-        expected_s: the expected time.
-    """
+    """The sentences when compressed steps are faster than in their trials, so that plain ones may be faster still."""
     return Sentences(
         f"a compressed step {_takes(measured_s, expected_s)}, so compression may pay no longer: trying {PLAIN} again",
         f"{_longer('Compressed steps are', measured_s, expected_s)} than expected. Plain ones are tried again.",
