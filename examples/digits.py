@@ -6,6 +6,8 @@
 This is an ordinary DDP script; gradient compression adds only the two marked lines.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,6 +50,10 @@ def build_model() -> nn.Module:
     )
 
 
+def make_sgd(parameters: Iterable[nn.Parameter], momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, momentum=momentum, weight_decay=5e-4)
+
+
 def train(
     model: nn.Module,
     images: torch.Tensor,
@@ -56,17 +62,17 @@ def train(
     *,
     epochs: int,
     peak_lr: float = PEAK_LR,
-    momentum: float = 0.9,
     batch_size: int = BATCH,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = make_sgd,
 ) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     steps_per_epoch = len(images) // batch_size
-    optimizer = torch.optim.SGD(model.parameters(), momentum=momentum, weight_decay=5e-4)
+    optimizer = make_optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
         max_lr=peak_lr,
         total_steps=epochs * steps_per_epoch,
-        cycle_momentum=momentum > 0,
+        cycle_momentum=optimizer.defaults.get("momentum", 0) > 0,
     )
     for _ in range(epochs):
         # Every rank draws the same permutation and takes its own part of every batch.

@@ -12,14 +12,23 @@ UPDATES = RESULTS / "cpu" / "updates.csv"
 PLAIN, EVERY = "none", ", every "
 
 
-def accuracy_table(steps: int, peak_lr: float, beta2: float, ranks: int = 2, path: Path = UPDATES) -> str:
-    """A row for every arm, with the bits per byte after training, and the difference to plain DDP at the same seeds."""
+def accuracy_table(
+    steps: int,
+    peak_lr: float,
+    beta2: float,
+    ranks: int = 2,
+    network: str = "bytes_lm",
+    optimizer: str = "adamw",
+    path: Path = UPDATES,
+) -> str:
+    """A row for every arm, with the loss in bits after training, and the difference to plain DDP at the same seeds."""
     bits: dict[str, dict[str, float]] = {}
     sent: dict[str, str] = {}
     for row in read_csv(path):
         numbers = int(row["steps"]), float(row["peak_lr"]), float(row["beta2"]), int(row["ranks"])
-        if numbers == (steps, peak_lr, beta2, ranks):
-            bits.setdefault(row["arm"], {})[row["seed"]] = float(row["bits_per_byte"])
+        names = row["network"], row["optimizer"]
+        if (*numbers, *names) == (steps, peak_lr, beta2, ranks, network, optimizer):
+            bits.setdefault(row["arm"], {})[row["seed"]] = float(row["bits"])
             sent[row["arm"]] = row["sent_bits"]
     table = []
     for arm, found in sorted(bits.items(), key=lambda item: _order(item[0])):
@@ -31,7 +40,8 @@ def accuracy_table(steps: int, peak_lr: float, beta2: float, ranks: int = 2, pat
         what = "gradients" if not of_updates else f"updates of {every} step{'s' if every != '1' else ''}"
         name = "nothing" if arm == PLAIN else f"`{spec}`"
         table.append([what, name, decay, sent[arm], f"{statistics.fmean(found.values()):.3f}", change, each])
-    head = ["averaged", "compressed by", "decay", "bits sent per element and step", "bits per byte", "mean difference"]
+    unit = "bits per byte" if network.startswith("bytes") else "bits per image"
+    head = ["averaged", "compressed by", "decay", "bits sent per element and step", unit, "mean difference"]
     return markdown_of_cells([*head, "of each seed"], table)
 
 

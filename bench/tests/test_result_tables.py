@@ -93,13 +93,14 @@ def test_trains(path_of):
 
 def test_differences_of_updates_are_those_of_the_same_seeds(path_of):
     numbers = {"steps": "400", "peak_lr": "0.003", "beta2": "0.95", "ranks": "2", "sent_bits": "0.61"}
+    numbers |= {"network": "bytes_lm", "optimizer": "adamw"}
     found = {"EFSignSGD, every 10, decay 1": (3.3, 3.1), "EFSignSGD, every 2, decay 0.5": (3.25,), "none": (3.0, 3.1)}
     rows = [
-        numbers | {"arm": arm, "seed": str(seed), "bits_per_byte": str(bits)}
+        numbers | {"arm": arm, "seed": str(seed), "bits": str(bits)}
         for arm, each in found.items()
         for seed, bits in enumerate(each)
     ]
-    rows.append(rows[0] | {"steps": "900", "bits_per_byte": "9"})
+    rows.append(rows[0] | {"steps": "900", "bits": "9"})
     *_, plain, short, long = updates_table(400, 3e-3, 0.95, path=path_of(rows)).splitlines()
     assert plain == "| gradients | nothing |  | 0.61 | 3.050 |  |  |"
     assert short == "| updates of 2 steps | `EFSignSGD` | 0.5 | 0.61 | 3.250 | +0.250 | +0.250 |"

@@ -35,6 +35,7 @@ def run(
     ranks: int,
     train_once: Callable[[str, int], Row],
     show: Callable[[], None],
+    metric: str = "bits_per_byte",
 ) -> int:
     """The exit status of a benchmark: on a rank of it after all trainings, elsewhere after all ranks.
 
@@ -45,6 +46,7 @@ def run(
         ranks: the number of ranks.
         train_once: trains an arm with a seed, and returns a row; collective.
         show: prints the results at the end.
+        metric: the column of the rows that is printed after each training.
     """
     if "LOCAL_RANK" not in os.environ:
         status = launch_ranks(ranks)
@@ -57,7 +59,7 @@ def run(
             row = train_once(arm, seed)
             if dist.get_rank() == 0:
                 merge_csv(name, CPU, [row], key)
-                print(f"seed {seed}, {arm}: {row['bits_per_byte']} bits per byte", flush=True)
+                print(f"seed {seed}, {arm}: {metric} {row[metric]}", flush=True)
     dist.destroy_process_group()
     return 0
 

@@ -163,11 +163,10 @@ def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
     load = functools.cache(source.load_data)
 
     def train(model: nn.Module, device: torch.device, timer: common.StepTimer, recipe: Recipe) -> None:
-        lr, momentum = source.PEAK_LR * recipe.sgd_lr, recipe.momentum
+        lr, make_sgd = source.PEAK_LR * recipe.sgd_lr, functools.partial(digits.make_sgd, momentum=recipe.momentum)
         images, classes = load(device)[:2]
-        digits.train(
-            model, images, classes, timer, epochs=epochs, peak_lr=lr, momentum=momentum, batch_size=source.BATCH
-        )
+        settings = {"epochs": epochs, "peak_lr": lr, "batch_size": source.BATCH}
+        digits.train(model, images, classes, timer, **settings, make_optimizer=make_sgd)
 
     def evaluate(network: nn.Module, device: torch.device) -> Evaluation:
         return digits.evaluate(network, *load(device)[2:]), None

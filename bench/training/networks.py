@@ -1,0 +1,103 @@
+"""Networks that are trained by any optimizer, and judged by their loss on a test set in bits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bench.lib.rounds import CPU
+from bench.training import fashion_mnist
+from examples import bytes_lm, common, digits
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+_text = functools.cache(bytes_lm.load_text)
+_images = functools.cache(functools.partial(fashion_mnist.load_data, CPU))
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network and its training.
+
+    Attributes:
+        build: returns a new network, initialised from torch's global random state.
+        train: trains a model on this rank's part of every batch, with a number of steps, the highest learning rate and
+            a function that makes an optimizer of the parameters.
+        evaluate: returns the share of correct predictions on the test set, and the cross-entropy in bits; collective.
+        steps: the usual number of steps.
+    """
+
+    build: Callable[[], nn.Module]
+    train: Callable[[nn.Module, int, float, MakeOptimizer], None]
+    evaluate: Callable[[nn.Module], tuple[float, float]]
+    steps: int
+
+
+class ByteGRU(nn.Module):
+    """A recurrent network of bytes: two layers of gated recurrent units between an embedding and a linear layer."""
+
+    def __init__(self, width: int = 160) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(256, width)
+        self.layers = nn.GRU(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.layers(self.bytes(x))[0])
+        return logits
+
+
+def _train_text(model: nn.Module, steps: int, peak_lr: float, make_optimizer: MakeOptimizer) -> None:
+    timer = common.StepTimer(CPU)
+    bytes_lm.train(model, _text()[0], timer, steps=steps, peak_lr=peak_lr, make_optimizer=make_optimizer)
+
+
+def _evaluate_text(network: nn.Module) -> tuple[float, float]:
+    return bytes_lm.evaluate(network, _text()[1], CPU)
+
+
+def _train_images(model: nn.Module, steps: int, peak_lr: float, make_optimizer: MakeOptimizer) -> None:
+    images, classes = _images()[:2]
+    numel = min(len(images), steps * fashion_mnist.BATCH)  # of an epoch
+    epochs = round(steps * fashion_mnist.BATCH / numel)
+    digits.train(
+        model,
+        images[:numel],
+        classes[:numel],
+        common.StepTimer(CPU),
+        epochs=epochs,
+        peak_lr=peak_lr,
+        batch_size=fashion_mnist.BATCH,
+        make_optimizer=make_optimizer,
+    )
+
+
+@torch.no_grad()
+def _evaluate_images(network: nn.Module) -> tuple[float, float]:
+    images, classes = _images()[2:]
+    logits = torch.cat([network(part) for part in images.split(1000)])
+    bits = float(cross_entropy(logits, classes)) / math.log(2)
+    return float((logits.argmax(dim=1) == classes).double().mean()), bits
+
+
+EPOCH_STEPS = fashion_mnist.TRAIN_IMAGES // fashion_mnist.BATCH
+NETWORKS = {
+    "bytes_lm": Network(bytes_lm.ByteTransformer, _train_text, _evaluate_text, 400),
+    "bytes_gru": Network(ByteGRU, _train_text, _evaluate_text, 400),
+    "fashion_mnist": Network(fashion_mnist.build_model, _train_images, _evaluate_images, 3 * EPOCH_STEPS),
+}
+
+
+def average_parameters(network: nn.Module) -> None:
+    """Replace the parameters by their means over the ranks, with which a training ends inside a round. Collective."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            dist.all_reduce(parameter)
+            parameter.div_(dist.get_world_size())
