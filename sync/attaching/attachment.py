@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ class Attachment:
         self._frontend, self._figures = frontend, Figures(frontend)
         self._listeners = Listeners(frontend.follow_steps)
         self._parking = Parking(frontend, request, self._listeners)
-        self._changes = PlanChanges(frontend, request, self._parking)
+        self._changes = PlanChanges(frontend, self._parking)
         self._tuning: Tuning | None = None
         try:
             calls = FrontendCalls(self._end_step, self._meet_uneven_steps, self._parking.deliver, self.close)
@@ -129,6 +129,36 @@ class Attachment:
         if self._tuning is not None:
             self._tuning.give(agreed_plan)
         self._changes.follow(agreed_plan)
+
+    @outside_inference_mode
+    def regroup(self, ranks: Sequence[int] | None) -> None:
+        """Average updates over other ranks from the next round on. All of them call it, between two rounds. It is for
+        attachments of :func:`~gckernels.sync.average_updates`.
+
+        A rank that leaves the others calls it with ``None``, and goes on alone, while they go on without it. When it
+        comes back, it takes the parameters that the others share, and its next update has what it did alone. What
+        residuals hold is sent with the next update as well, so nothing is lost::
+
+            attachment.regroup(None if rank == 2 else [0, 1])  # rank 2 leaves
+            ...
+            attachment.regroup([0, 1, 2])  # and comes back
+
+        If a rank is lost in a round, the step that ends the round raises on the others. They call this with the ranks
+        that are left, and the next round sends that update again. Residuals of earlier rounds are dropped then. A rank
+        that is new begins with ``average_updates`` over a group of itself alone, and calls this before its first step.
+
+        Programs of the plan become those for the new number of ranks.
+
+        Args:
+            ranks: the ranks of the default group that average their updates from now on, with this one; ``None`` if
+                this rank averages with none of them.
+
+        Raises:
+            ValueError: this rank is not among them, or one of them is no rank of the job. Nothing has been changed.
+            RuntimeError: a rank is in the middle of a round, or some have averaged with others in the meantime. It is
+                raised on all ranks.
+        """
+        self._changes.regroup(ranks)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""

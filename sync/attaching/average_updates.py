@@ -77,7 +77,7 @@ def average_updates(
             DistributedDataParallel or by ``fully_shard``, with process groups that are less than all ranks.
         optimizer: the optimizer whose steps count. Changes of the model by others in a round are averaged, too.
         plan: a compressor such as ``EFSignSGD()`` or its spec, or a plan for a bare module, whose steps are rounds.
-            Results of compressors must be means.
+            Results of compressors must be means. Beside a codec of fewer bits, vectors are sent in 8 bits.
         every: the number of steps of a round.
         fragments: the number of parts of the model, with about the same number of bytes, which are sent one after the
             other in a round. With more than one, the parameters never are the same on all ranks together; those of a

@@ -54,6 +54,25 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     return kept
 
 
+def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A new group of some ranks, with the backend and the timeout of another group. All of them call this together;
+    they need no group in common, and may have made different groups before.
+
+    Args:
+        ranks: ranks of the default group, with this one.
+        like: the other group.
+        device: a device whose tensors both groups can send.
+    """
+    members, store = sorted(ranks), distributed_c10d._get_default_store()
+    name = f"of {members}"
+    ticket = store.add(f"gckernels/{name}", 1)  # every rank takes one for each group of these ranks
+    backend = like._get_backend(device)
+    wanted = Wanted(members, name, backend.name(), backend.options._timeout)
+    made = _make_group(wanted, (ticket - 1) // len(members), like)
+    _connect([made], made, device)
+    return made
+
+
 @dataclass(frozen=True)
 class Wanted:
     """A process group that is to be made.

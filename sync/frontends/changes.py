@@ -27,7 +27,6 @@ from ..plans.plan import Plan
 from .checks.optimizer_watches import OptimizerWatches
 from .frontend import GRADIENTS, ModelFrontend
 from .parking import Parking
-from .request import Request
 from .room import Room, require_room
 
 T = TypeVar("T")
@@ -45,13 +44,12 @@ class PlanChanges:
 
     Args:
         frontend: the front end, whose runtime executes the plan.
-        request: the settings that the attachment was given.
         parking: keeps what plans leave behind.
     """
 
-    def __init__(self, frontend: ModelFrontend, request: Request, parking: Parking) -> None:
-        self._frontend, self._request, self._parking = frontend, request, parking
-        self._optimizers = OptimizerWatches(request.enabled_scaler)
+    def __init__(self, frontend: ModelFrontend, parking: Parking) -> None:
+        self._frontend, self._parking = frontend, parking
+        self._optimizers = OptimizerWatches(frontend.request.enabled_scaler)
         self._watch()
         self._has_dropped = False  # a discarded step has dropped residuals
         self._following: Runtime | None = None
@@ -93,7 +91,7 @@ class PlanChanges:
             raise TypeError(f"change_plan: plan must be a Plan, got {type(plan).__name__}")
         if (problem := runtime.problem) is not None:
             raise problem
-        checked, (summary, *lines) = self._frontend.checked(replace(self._request, plan=plan))
+        checked, (summary, *lines) = self._frontend.checked(replace(self._frontend.request, plan=plan))
         return checked, [f"{summary}, in step {runtime.step} of plan {self.plan.fingerprint()[:16]}", *lines]
 
     def follow(self, plan: Plan, keeps_unsent: bool = True, fail: Callable[[str], object] | None = None) -> None:
@@ -163,6 +161,15 @@ class PlanChanges:
             self._following.close()
             self._following, self._exact_steps = None, 0
             self._frontend.runtime.is_draining = False
+
+    def regroup(self, ranks: Sequence[int] | None) -> None:
+        """Average over other ranks from the next step on. Collective over them.
+
+        Raises:
+            ValueError, RuntimeError: as :meth:`~gckernels.sync.Attachment.regroup`.
+        """
+        self.abandon()
+        self._frontend.regroup(ranks, self._parking.park)
 
     def close(self) -> None:
         """End a change that is not complete, and all watches."""

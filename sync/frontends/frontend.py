@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.runtime import Runtime
-from ..plans.plan import Frontend, Plan
+from ..plans.plan import Frontend, Plan, UnitPlan
 from ..plans.strides import in_reals
 from .ownership import Claim, keep_alive
 from .request import Request
@@ -242,6 +242,18 @@ class ModelFrontend(ABC):
 
     def abandon(self) -> None:  # noqa: B027 (most begin nothing)
         """Forget what :meth:`is_ready` has begun, because its runtime will not follow."""
+
+    def regroup(self, ranks: Sequence[int] | None, park: Callable[[Sequence[UnitPlan]], None]) -> None:
+        """Average over other ranks from the next step on. Collective over them.
+
+        Args:
+            ranks: the ranks of the default group; ``None`` to average with nobody.
+            park: keeps what the residuals of units hold, until it can be sent.
+
+        Raises:
+            RuntimeError: the front end cannot, or the state of some ranks does not allow it. Every rank raises.
+        """
+        raise RuntimeError("regroup: ranks come and go where updates are averaged (average_updates), not gradients")
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -248,6 +248,10 @@ class Request:
         advice = "make a plan for this model and these ranks, with sync.uniform_plan or gckernels plan"
         return f"{advice}; strict=False averages exactly what does not fit the model" if self.strict else advice
 
+    def for_vectors(self, compressor: Compressor) -> Compressor:
+        """The compressor of vectors beside that of all other parameters."""
+        return Identity()
+
     def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
         if isinstance(self.plan, Plan):
             self._refuse_another_frontend(self.plan)
@@ -261,7 +265,9 @@ class Request:
         span = self.frontend.span()
         program = exact_program(span) if self.plan is UNCOMPRESSED else None
         compressor = as_method(f"{self.caller}: plan", self.plan, otherwise=self.alternatives)
-        made = plan_of_parameters(parameters, compressor, world_size, program, span=span)
+        made = plan_of_parameters(
+            parameters, compressor, world_size, program, span=span, otherwise=self.for_vectors(compressor)
+        )
         if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
             why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
             goes_on = "gradients are averaged exactly"

@@ -19,6 +19,8 @@ from .arguments import Exempt
 from .plan import Frontend, Plan, PlanError, UnitPlan
 from .strides import in_reals, memory_shape
 
+EXACT = Identity()
+
 
 def exempt_vectors(name: str, parameter: torch.nn.Parameter) -> bool:
     """Whether a parameter has fewer than two dimensions, as biases and norms do: the default rule of exemption for all
@@ -37,6 +39,7 @@ def plan_of_parameters(
     exempt: Exempt | None = None,
     topology: Topology | None = None,
     span: Span = MEAN,
+    otherwise: Compressor = EXACT,
 ) -> Plan:
     """The plan of :func:`gckernels.sync.uniform_plan`, which checks the arguments and the result.
 
@@ -49,10 +52,11 @@ def plan_of_parameters(
             compressor whose payloads are added.
         topology: the machines and devices that the plan is for, if its program has levels.
         span: the states between which its programs go.
+        otherwise: the compressor for parameters that are exempt.
     """
     if exempt is None:
         exempt = (lambda name, parameter: False) if compressor.traits.summable else exempt_vectors
-    compressors = {name: compressor for name, parameter in parameters.items() if not exempt(name, parameter)}
+    compressors = {name: otherwise if exempt(name, each) else compressor for name, each in parameters.items()}
     steps = program or default_program(compressor, world_size, span)
     return plan_of_compressors(parameters, compressors, steps, world_size, topology, span)
 
@@ -80,7 +84,7 @@ def plan_of_compressors(
     for name, parameter in parameters.items():
         reals = in_reals(parameter)
         encodable = reals.dtype in GRAD_DTYPES
-        fitted = compressors[name].fit(memory_shape(reals)) if encodable and name in compressors else Identity()
+        fitted = compressors[name].fit(memory_shape(reals)) if encodable and name in compressors else EXACT
         steps = program if encodable else exact_program(span)
         units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
     frontend = Frontend.FSDP if span in (SHARD, SHARD_OF_LEVELS) else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.futures import Future
 
 from ...engine.failures import Outcome, wait_for
@@ -56,6 +57,28 @@ class Anchors:
         self.outer.step()
         for name in means:
             self.values[name].grad = None
+
+    @torch.no_grad()
+    def receive(self, group: dist.ProcessGroup, device: torch.device, source: int) -> dict[str, torch.Tensor]:
+        """Take the anchors and the state of the outer optimizer of a rank of a group. Collective.
+
+        Args:
+            group: the group.
+            device: a device whose tensors it can send.
+            source: the rank.
+
+        Returns:
+            The anchors from before, by name. Those that are still the same are missing.
+        """
+        before = {name: each.detach().clone() for name, each in self.values.items()}
+        for each in self.values.values():
+            sent = each.detach().to(device)
+            dist.broadcast(sent, group_src=source, group=group)
+            each.copy_(sent)
+        outer = [self.outer.state_dict()]
+        dist.broadcast_object_list(outer, group_src=source, group=group)
+        self.outer.load_state_dict(outer[0])
+        return {name: each for name, each in before.items() if not torch.equal(each, self.values[name])}
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the anchors, and the state of the outer optimizer."""

@@ -10,26 +10,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from ...communication.agreement import agreed
+from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
 from ...plans.arguments import differentiable
-from ...plans.plan import Frontend, Plan
+from ...plans.builders import resumable
+from ...plans.plan import Frontend, Plan, UnitPlan
 from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
 from ..frontend import UPDATES, ModelFrontend
 from ..members import Members
 from ..module.buckets import BROADCAST_NBYTES, BUCKET_NBYTES, Bucket, Layouts
-from ..request import Request
+from ..request import ModuleOptions, Request
 from .anchors import Anchors, Arrival
+from .lineage import Lineage
 from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
 from .optimizer_steps import OptimizerSteps
 from .schedule import Schedule, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements
-from .step_scales import StepScales
 from .updates_request import UpdatesRequest, checked_plan, fitting
 
 
@@ -49,11 +53,12 @@ class UpdatesFrontend(ModelFrontend):
         states = [*values.values(), *(each.detach() for each in model.buffers())]
         dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
         self._anchors = Anchors(values, request.outer, request.anchor_device)
-        self._taken = 0  # steps of the round that runs
+        self._taken, self._is_away = 0, False  # steps of the round that runs; whether this rank averages with nobody
         self._arriving: Arrival | None = None
-        settings = request.optimizer, request.group, request.device
-        self._scales = StepScales(*settings) if request.with_scales(plan) else None
-        self._has_loaded, self._has_begun = False, False
+        self._lineage = Lineage()
+        self._made_group: dist.ProcessGroup | None = None
+        self._scales = request.scales(plan)
+        self._has_loaded, self._has_begun, self._has_failed = False, False, False
         self._take(self.new_runtime(plan))
 
     def register(self) -> Sequence[torch.nn.Module]:
@@ -76,6 +81,7 @@ class UpdatesFrontend(ModelFrontend):
         super().close()
         self._arriving = None
         self._layouts.close()
+        self._end_group()
 
     @property
     def modules(self) -> Sequence[torch.nn.Module]:
@@ -144,6 +150,90 @@ class UpdatesFrontend(ModelFrontend):
             nbytes = sum(bucket.vector.nbytes for bucket in self._buckets)
             self.averaged_nbytes = nbytes // self.request.schedule.fragments
 
+    # ---------------------------------------------------------------- members
+
+    def regroup(self, ranks: Sequence[int] | None, park: Callable[[Sequence[UnitPlan]], None]) -> None:
+        own, before = dist.get_rank(), self.runtime
+        if ranks is not None and (own not in ranks or not {*ranks} <= {*range(dist.get_world_size())}):
+            raise ValueError(f"regroup: ranks must be None or ranks of the job, with this one, {own}; got {ranks!r}")
+        group = new_group_of([*{*(ranks or [own])}], self.group, self.device)
+        request = replace(self.request, group=group, everyone=group, options=ModuleOptions(group))
+        agreed("regroup", group, self.device, self._checked_between_rounds)
+        self._end_arrival()
+        newest = self._lineage.newest(group, self.device, self._anchors.values.values(), self._has_failed)
+        scales = None if self._scales is None else self._scales.state_dict()
+        shared = [(self.plan.to_json(), before.next_step, scales)]
+        dist.broadcast_object_list(shared, group_src=newest.rank, group=group)
+        text, step, scales = shared[0]
+
+        def check() -> tuple[Plan, list[str]]:
+            plan = resumable(Plan.from_json(text), self.parameters(), dist.get_world_size(group))
+            return self.checked(replace(request, plan=plan))
+
+        plan = agreed("regroup", group, self.device, check)
+        following = request.runtime(plan, self.parameters())
+        if before.problem is not None:
+            before.forget()
+        park(before.plan.units)
+        self._layouts.close()
+        before.close()
+        self._end_group()
+        self.request, self.group, self.rank, self._made_group = request, group, dist.get_rank(group), group
+        self._follow_anchors(self._anchors.receive(group, self.device, newest.rank), newest.is_ahead)
+        self._lineage.follow(newest, self._anchors.values.values())
+        self._scales = request.scales(plan)
+        if self._scales is not None:
+            self._scales.load(scales)
+        following.tracer, following.step = before.tracer, step
+        self._taken, self._is_away, self._has_failed = 0, ranks is None, False
+        self._take(following)
+
+    def _end_group(self) -> None:
+        """Destroy the group that the last change of members has made."""
+        if self._made_group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self._made_group)
+        self._made_group = None
+
+    def _end_arrival(self) -> None:
+        """Let a fragment that is on its way arrive now, if it can."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and not self._has_failed:
+            try:
+                self._arrive(arriving)
+            except RuntimeError:
+                self._arriving, self._has_failed = None, True
+
+    def _checked_between_rounds(self) -> tuple[bool, list[str]]:
+        """Nothing that ranks must agree on.
+
+        Raises:
+            RuntimeError: the group may not change now.
+        """
+        if not self.is_open:
+            raise RuntimeError("regroup: it is closed")
+        if self._taken and not self._has_failed:
+            taken, every = self._taken, self.request.schedule.every
+            raise RuntimeError(
+                f"regroup: {taken} steps of a round of {every} have been made; call it between two rounds"
+            )
+        return True, [""]
+
+    @torch.no_grad()
+    def _follow_anchors(self, before: Mapping[str, torch.Tensor], is_ahead: bool) -> None:
+        """Let the parameters follow the anchors.
+
+        Args:
+            before: the anchors from before; only those that have changed.
+            is_ahead: whether these have the last update of this rank. Otherwise the parameters keep what this rank
+                alone has done.
+        """
+        for name, values in self._values().items():
+            anchor = self._anchors.values[name].detach().to(values.device)
+            if is_ahead:
+                values.copy_(anchor)
+            elif name in before:
+                values.copy_(anchor + (values.to(anchor) - before[name].to(anchor)))
+
     # ---------------------------------------------------------------- steps
 
     def _note_load(self, *_: object) -> None:
@@ -151,8 +241,10 @@ class UpdatesFrontend(ModelFrontend):
 
     def _before_step(self) -> None:
         """Check the parameters, and note where the step begins."""
+        if self._has_failed:
+            raise self.runtime.problem or RuntimeError("gckernels: a round has failed; regroup lets other ranks go on")
         self._check_parameters()
-        if self._scales is not None:
+        if self._scales is not None and not self._is_away:
             with torch.no_grad():
                 self._scales.before_step(self.parameters(), self._values())
 
@@ -174,6 +266,9 @@ class UpdatesFrontend(ModelFrontend):
     def _after_step(self) -> None:
         """Count a step. Let a fragment arrive if it is time, and send the next one. Exact rounds at the start have one
         step each, and send all fragments together."""
+        if self._is_away:
+            return
+        self._has_failed = True  # unless it comes to its end
         starts = self.runtime.step < self.runtime.start_step
         schedule = Schedule() if starts else self.request.schedule
         self._taken += 1
@@ -191,6 +286,7 @@ class UpdatesFrontend(ModelFrontend):
             self._taken = 0
         if number is not None:
             self._send(schedule, number)
+        self._has_failed = False
 
     def _send(self, schedule: Schedule, number: int) -> None:
         """Send a fragment; without a delay wait for its mean."""
@@ -239,6 +335,7 @@ class UpdatesFrontend(ModelFrontend):
         sent are added, or mixed in."""
         arriving.wait()
         self._anchors.move(arriving.means)
+        self._lineage.arrived += 1
         mixing, is_late = self.request.mixing, bool(self.request.schedule.delay)
         for name in arriving.means:
             if (parameter := self._members.references[name]()) is None:
@@ -259,10 +356,11 @@ class UpdatesFrontend(ModelFrontend):
         """The anchors and the outer optimizer, the optimizer of this rank, the position in the round, and parameters
         that are not those of the anchors."""
         arriving = None if self._arriving is None else self._arriving.state_dict()
-        differ = self._taken or arriving is not None or self.request.schedule.fragments > 1
+        differ = self._taken or self._is_away or arriving is not None or self.request.schedule.fragments > 1
         own = {"taken": self._taken, "arriving": arriving, "parameters": copied(self._values() if differ else {})}
         own["optimizer"] = copied(self.request.optimizer.state_dict())
         own["scales"] = None if self._scales is None else self._scales.state_dict()
+        own |= {"lineage": self._lineage.state_dict(), "away": self._is_away}
         return {UPDATES: own | self._anchors.state_dict()}
 
     def read(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
@@ -289,6 +387,8 @@ class UpdatesFrontend(ModelFrontend):
             for name, parameter in parameters.items():
                 parameter.copy_(one["parameters"].get(name, self._anchors.values[name].detach()))
             self._taken, self._arriving, self._has_loaded = one["taken"], arriving, False
+            self._lineage.load(one["lineage"])
+            self._is_away = bool(one["away"])
             if self._scales is not None:
                 self._scales.load(one.get("scales"))
 

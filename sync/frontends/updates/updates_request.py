@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from gckernels.ops import Identity
+from gckernels.codec import Codec
+from gckernels.compressor import Compressor
+from gckernels.ops import BlockQuant, Identity
 
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
@@ -20,7 +22,7 @@ from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
 from .schedule import Schedule
 from .site_parameters import own_parameters, shard_lines, values_of
-from .step_scales import is_adaptive
+from .step_scales import StepScales, is_adaptive
 
 Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
@@ -88,13 +90,24 @@ class UpdatesRequest(Request):
         settings = f"{schedule}, mixing {mixing}, decay {decay}, scale_steps {self.scale_steps}"
         return f"{settings}, outer {' '.join(repr(made).split())}"
 
-    def with_scales(self, plan: Plan) -> bool:
+    def scales(self, plan: Plan) -> StepScales | None:
+        """The factors of steps with a plan; ``None`` if they have none."""
+        return StepScales(self.optimizer, self.group, self.device) if self._with_scales(plan) else None
+
+    def _with_scales(self, plan: Plan) -> bool:
         """Whether steps get factors with a plan. Published algorithms have none, so by default exact updates, an outer
         optimizer and long rounds are left as they are."""
         if self.scale_steps is not None or not is_adaptive(self.optimizer):
             return bool(self.scale_steps)
         compresses = any(unit.compressor != Identity() for unit in plan.units)
         return compresses and self.outer is PLAIN_MEAN and self.schedule.every <= SHORT_ROUND
+
+    def for_vectors(self, compressor: Compressor) -> Compressor:
+        """The quantiser of vectors beside codecs of fewer bits. Exact vectors would take a sixth of what half a bit per
+        element takes, and the error of eight bits is small, as updates of an element are about as long as the
+        learning rate."""
+        is_small = isinstance(compressor, Codec) and compressor != Identity() and not compressor.traits.summable
+        return BlockQuant() if is_small else Identity()
 
     def refuse_averaged(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Raise a ValueError if DistributedDataParallel averages gradients over all ranks that average updates."""

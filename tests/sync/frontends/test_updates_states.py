@@ -173,7 +173,7 @@ def dcp_loaded(folder: str) -> list[str]:
         digests.append(trained(model, optimizer, range(5, 12)))
         attachment.close()
     assert digests[0] == digests[1]
-    gradients = sync.attach(build("Mlp"), EFSignSGD())
+    gradients = sync.attach(build("Mlp"), attachment.plan)
     found = {"gckernels": gradients.checkpoint(reads=folder)}
     _raises((ValueError, RuntimeError), "averages updates", dcp.load, found, checkpoint_id=folder)
     gradients.close()
