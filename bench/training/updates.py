@@ -35,11 +35,11 @@ SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 ARMS = (
     PLAIN,
     "EFSignSGD",
-    *(f"{SIGNS}, every {every}, decay 0.5" for every in (1, 2, 4)),
-    f"{SIGNS}, every 2, decay 1",
-    "EFSignSGD(block=1024), every 2, decay 0.5",
+    *(f"{SIGNS}, every {every}, decay 0.8" for every in (1, 2)),
+    *(f"{SIGNS}, every 2, decay {decay}" for decay in (0.5, 1)),
+    "EFSignSGD(block=1024), every 2, decay 0.8",
     f"{SIGNS}, every 4, decay 1",
-    "BlockQuant(bits=4), every 4, decay 0.5",
+    *(f"BlockQuant(bits=4), every {every}, decay 1" for every in (4, 10, 30)),
     *(f"Identity, every {every}, decay 1" for every in (1, 2, 4)),
 )
 RANKS, SEEDS, BETA2 = 2, (0, 1, 2), 0.95

@@ -147,7 +147,8 @@ class Attachment:
         that are left, and the next round sends that update again. Residuals of earlier rounds are dropped then. A rank
         that is new begins with ``average_updates`` over a group of itself alone, and calls this before its first step.
 
-        Programs of the plan become those for the new number of ranks.
+        Programs of the plan become those for the new number of ranks. If a plan was being found, the one that runs
+        stays.
 
         Args:
             ranks: the ranks of the default group that average their updates from now on, with this one; ``None`` if
@@ -158,6 +159,8 @@ class Attachment:
             RuntimeError: a rank is in the middle of a round, or some have averaged with others in the meantime. It is
                 raised on all ranks.
         """
+        if (tuning := self._tuning) is not None:
+            tuning.close()
         self._changes.regroup(ranks)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:

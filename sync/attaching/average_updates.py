@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
@@ -12,19 +14,24 @@ from gckernels.compressor import Compressor
 from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.ownership import end_spent
-from ..frontends.request import ModuleOptions
+from ..frontends.request import UNCOMPRESSED, ModuleOptions
 from ..frontends.updates.schedule import Schedule
 from ..frontends.updates.updates_frontend import UpdatesFrontend
 from ..frontends.updates.updates_request import PLAIN_MEAN, SHORT_ROUND, Outer, UpdatesRequest
 from ..plans.plan import Frontend, Plan
+from ..tuning.auto import Auto
 from .attachment import Attachment
+
+AGGRESSIVE = ("EFSignSGD(block=1024, magnitude='projection')", "BlockQuant(bits=4)", "BlockQuant")
+"""The compressors of updates that the rule ``"aggressive"`` stands for."""
+_SAFE = Auto()
 
 
 @outside_inference_mode
 def average_updates(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    plan: Plan | Compressor | str,
+    plan: Plan | Compressor | str | Auto = _SAFE,
     *,
     every: int = 1,
     fragments: int = 1,
@@ -77,7 +84,10 @@ def average_updates(
             DistributedDataParallel or by ``fully_shard``, with process groups that are less than all ranks.
         optimizer: the optimizer whose steps count. Changes of the model by others in a round are averaged, too.
         plan: a compressor such as ``EFSignSGD()`` or its spec, or a plan for a bare module, whose steps are rounds.
-            Results of compressors must be means. Beside a codec of fewer bits, vectors are sent in 8 bits.
+            Results of compressors must be means. Beside a codec of fewer bits, vectors are sent in 8 bits. By default,
+            and with an :class:`~gckernels.sync.Auto`, one compressor is found while the model is trained: rounds with
+            each of those that ``accuracy`` allows are timed. ``"aggressive"`` allows signs, from the first round on,
+            and needs no ``steps``. Times alone decide; ``every`` is always yours.
         every: the number of steps of a round.
         fragments: the number of parts of the model, with about the same number of bytes, which are sent one after the
             other in a round. With more than one, the parameters never are the same on all ranks together; those of a
@@ -92,7 +102,7 @@ def average_updates(
         anchor_device: the device of the parameters with which a round began, and of the state of ``outer``: "cpu" to
             have them in the memory of the host. By default it is that of the model.
         decay: from 0 to 1, by which residuals are multiplied before they are added to the next update. With 1 nothing
-            is lost. The default is what has been best for signs: 0.5 for rounds of one or two steps, and 1 for longer
+            is lost. The default is what has been best for signs: 0.8 for rounds of one or two steps, and 1 for longer
             ones.
         scale_steps: whether steps of ``optimizer`` are made longer, by a factor for each tensor. An optimizer like Adam
             makes short steps on one rank, because the second moment of a small batch has more noise than that of the
@@ -118,16 +128,18 @@ def average_updates(
     if isinstance(model, DistributedDataParallel):
         model = model.module  # names are those of the module, as elsewhere
     averaging, everyone = UpdatesFrontend.groups(model, process_group)
+    auto = of_updates(plan) if isinstance(plan, Auto) else None
     request = UpdatesRequest(
         frontend=Frontend.MODULE,
         group=averaging,
         everyone=everyone,
         device=device_of(model),
-        plan=plan,
+        plan=UNCOMPRESSED if isinstance(plan, Auto) else plan,
         residual_bits=residual_bits,
         seed=seed,
         start_step=start_step,
         options=ModuleOptions(process_group),
+        is_tuned=auto is not None,
         decay=_default_decay(every) if decay is None else decay,
         optimizer=optimizer,
         schedule=Schedule(every, fragments, delay),
@@ -141,13 +153,24 @@ def average_updates(
     def check() -> tuple[Plan, list[str]]:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"average_updates: model must be a torch.nn.Module, got {type(model).__name__}")
-        return UpdatesFrontend.checked_plan(model, request)
+        lines = [] if auto is None else auto.lines(start_step)
+        checked, more = UpdatesFrontend.checked_plan(model, request)
+        return checked, [*more, *lines]
 
     agreed_plan = agreed("average_updates", everyone, request.device, check)
     end_spent(model)
-    return Attachment(UpdatesFrontend(model, agreed_plan, request), request)
+    attachment = Attachment(UpdatesFrontend(model, agreed_plan, request), request)
+    if auto is not None:
+        attachment._tune(model, auto, start_step)
+    return attachment
+
+
+def of_updates(auto: Auto) -> Auto:
+    """The settings with the compressors that the rule ``"aggressive"`` stands for where updates are averaged: signs
+    behind an optimizer lose what safe compressors of gradients lose (``bench/training/updates.py``)."""
+    return replace(auto, accuracy=AGGRESSIVE) if auto.accuracy == "aggressive" else auto
 
 
 def _default_decay(every: int) -> float:
     """The decay that has been best for signs (``bench/training/updates.py``)."""
-    return 0.5 if every in range(1, SHORT_ROUND + 1) else 1.0
+    return 0.8 if every in range(1, SHORT_ROUND + 1) else 1.0

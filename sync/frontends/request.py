@@ -147,11 +147,9 @@ class Request:
             otherwise it is that of each plan without its own.
         decay: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
         caller: the name of the function that was called, for errors.
-        alternatives: what its plan may be beside a compressor, for errors.
     """
 
     caller: ClassVar[str] = "attach"
-    alternatives: ClassVar[str] = "a Plan, an Auto"
 
     frontend: Frontend
     group: dist.ProcessGroup
@@ -264,7 +262,7 @@ class Request:
             return fitted, f"plan {self.plan.fingerprint()[:16]}"
         span = self.frontend.span()
         program = exact_program(span) if self.plan is UNCOMPRESSED else None
-        compressor = as_method(f"{self.caller}: plan", self.plan, otherwise=self.alternatives)
+        compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan, an Auto")
         made = plan_of_parameters(
             parameters, compressor, world_size, program, span=span, otherwise=self.for_vectors(compressor)
         )

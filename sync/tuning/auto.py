@@ -53,11 +53,11 @@ class Auto:
         """
         for name in ("replan", "predict"):
             if type(value := getattr(self, name)) is not bool:
-                raise TypeError(f"attach: {name} must be True or False, got {value!r}")
+                raise TypeError(f"Auto: {name} must be True or False, got {value!r}")
         try:
             return stages_of(self.accuracy, self.steps, first_step)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"attach: {error}") from None
+            raise type(error)(f"Auto: {error}") from None
 
     def lines(self, first_step: int) -> list[str]:
         """Texts of all settings, which must be the same on all ranks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -42,7 +42,8 @@ class UniformCandidates:
         def made() -> tuple[Plan, ...]:
             weights, world_size = frontend.request.gathered_by, frontend.runtime.world_size
             most = MOST if weights is None else MOST // 2
-            found = candidates(frontend.sent_parameters(), stage, trace, world_size, frontend.kind.span(), most)
+            sent, span, otherwise = frontend.sent_parameters(), frontend.kind.span(), frontend.request.for_vectors
+            found = candidates(sent, stage, trace, world_size, span, most, otherwise)
             if weights is not None:
                 found = (*(replace(plan, weights=weights) for plan in found), *found)
             return tuple(plan for plan in map(training.checked, found) if plan.compresses)
@@ -61,6 +62,7 @@ def candidates(
     world_size: int,
     span: Span = MEAN,
     most: int = MOST,
+    otherwise: Callable[[Compressor], Compressor] = lambda method: Identity(),
 ) -> tuple[Plan, ...]:
     """A plan for each compressor of a rule, the one first that sends least, at most ``most``.
 
@@ -75,6 +77,7 @@ def candidates(
         world_size: the number of ranks.
         span: the states between which the programs of the plans go.
         most: the largest number of plans.
+        otherwise: returns what sends a parameter beside a compressor, if the rule allows none for it.
     """
     usable = (each for each in stage.methods if each != Identity() and (span == MEAN or takes_shards(each)))
     ordered = sorted(usable, key=_payload_nbytes)
@@ -84,7 +87,7 @@ def candidates(
         program = default_program(method, world_size, span)
         others = [each for each in ordered[at:] if default_program(each, world_size, span) == program]
         chosen = {
-            name: next((each for each in others if _may_use(stage, each, tensors[name])), Identity())
+            name: next((each for each in others if _may_use(stage, each, tensors[name])), otherwise(method))
             for name in parameters
         }
         plan = plan_of_compressors(parameters, chosen, program, world_size, span=span)

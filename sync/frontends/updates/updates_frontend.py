@@ -34,6 +34,7 @@ from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
 from .optimizer_steps import OptimizerSteps
 from .schedule import Schedule, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements
+from .step_scales import StepScales
 from .updates_request import UpdatesRequest, checked_plan, fitting
 
 
@@ -57,7 +58,7 @@ class UpdatesFrontend(ModelFrontend):
         self._arriving: Arrival | None = None
         self._lineage = Lineage()
         self._made_group: dist.ProcessGroup | None = None
-        self._scales = request.scales(plan)
+        self._scales: StepScales | None = None
         self._has_loaded, self._has_begun, self._has_failed = False, False, False
         self._take(self.new_runtime(plan))
 
@@ -97,6 +98,10 @@ class UpdatesFrontend(ModelFrontend):
     def numels(self) -> dict[str, int]:
         return {name: in_reals(each).numel() for name, each in self._values().items()}
 
+    def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
+        sent = super().sent_parameters()
+        return {name: torch.nn.Parameter(values_of(each)) for name, each in sent.items()}
+
     def _values(self) -> dict[str, torch.Tensor]:
         """The values of the parameters that this rank has, by name."""
         return {name: values_of(each) for name, each in self.parameters().items()}
@@ -132,6 +137,7 @@ class UpdatesFrontend(ModelFrontend):
     def _take(self, runtime: Runtime) -> None:
         """Let a runtime average the updates from now on."""
         runtime.first_is_dense = False
+        self._scales = self.request.scales(runtime.plan, self._scales)
         numels, fragments = self.numels().values(), self.request.schedule.fragments
         nbytes = min(BUCKET_NBYTES, 4 * sum(numels) // fragments) if fragments > 1 else BUCKET_NBYTES
         self.runtime, self._layouts = runtime, Layouts(runtime, self._anchors.members, nbytes)
@@ -181,12 +187,12 @@ class UpdatesFrontend(ModelFrontend):
         self.request, self.group, self.rank, self._made_group = request, group, dist.get_rank(group), group
         self._follow_anchors(self._anchors.receive(group, self.device, newest.rank), newest.is_ahead)
         self._lineage.follow(newest, self._anchors.values.values())
-        self._scales = request.scales(plan)
-        if self._scales is not None:
-            self._scales.load(scales)
+        self._scales = None
         following.tracer, following.step = before.tracer, step
         self._taken, self._is_away, self._has_failed = 0, ranks is None, False
         self._take(following)
+        if self._scales is not None:
+            self._scales.load(scales)
 
     def _end_group(self) -> None:
         """Destroy the group that the last change of members has made."""

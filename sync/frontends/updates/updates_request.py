@@ -37,7 +37,6 @@ class UpdatesRequest(Request):
     """The arguments of ``average_updates``, which documents them, beside those that ``attach`` has as well."""
 
     caller: ClassVar[str] = "average_updates"
-    alternatives: ClassVar[str] = "a Plan"
 
     optimizer: torch.optim.Optimizer
     schedule: Schedule
@@ -90,9 +89,11 @@ class UpdatesRequest(Request):
         settings = f"{schedule}, mixing {mixing}, decay {decay}, scale_steps {self.scale_steps}"
         return f"{settings}, outer {' '.join(repr(made).split())}"
 
-    def scales(self, plan: Plan) -> StepScales | None:
-        """The factors of steps with a plan; ``None`` if they have none."""
-        return StepScales(self.optimizer, self.group, self.device) if self._with_scales(plan) else None
+    def scales(self, plan: Plan, before: StepScales | None) -> StepScales | None:
+        """The factors of steps with a plan, those from before if there are any; ``None`` if steps have none."""
+        if not self._with_scales(plan):
+            return None
+        return before or StepScales(self.optimizer, self.group, self.device)
 
     def _with_scales(self, plan: Plan) -> bool:
         """Whether steps get factors with a plan. Published algorithms have none, so by default exact updates, an outer

@@ -52,7 +52,7 @@ def arguments() -> None:
     refused(
         ValueError, "optimizer must have parameters of the model", model, torch.optim.SGD([nn.Parameter(torch.ones(1))])
     )
-    refused(TypeError, "plan must be a Plan, a compressor", model, optimizer, sync.Auto())
+    refused(TypeError, "plan must be a Plan, an Auto, a compressor", model, optimizer, 4)
     refused(ValueError, "plan must have compressors whose result is the mean", model, optimizer, "SignSGD")
     of_ddp = sync.uniform_plan(model, EFSignSGD()).for_frontend(sync.Frontend.DDP)
     refused(sync.PlanError, "the plan is for Dist", model, optimizer, of_ddp)
