@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -28,14 +29,14 @@ class Network:
 
     Attributes:
         build: returns a new network, initialised from torch's global random state.
-        train: trains a model on this rank's part of every batch, with a number of steps, the highest learning rate and
-            a function that makes an optimizer of the parameters.
+        train: trains a model on this rank's part of every batch, with a number of steps, the highest learning rate, a
+            function that makes an optimizer of the parameters, and a timer that is entered for each step.
         evaluate: returns the share of correct predictions on the test set, and the cross-entropy in bits; collective.
         steps: the usual number of steps.
     """
 
     build: Callable[[], nn.Module]
-    train: Callable[[nn.Module, int, float, MakeOptimizer], None]
+    train: Callable[[nn.Module, int, float, MakeOptimizer, common.StepTimer], None]
     evaluate: Callable[[nn.Module], tuple[float, float]]
     steps: int
 
@@ -54,8 +55,9 @@ class ByteGRU(nn.Module):
         return logits
 
 
-def _train_text(model: nn.Module, steps: int, peak_lr: float, make_optimizer: MakeOptimizer) -> None:
-    timer = common.StepTimer(CPU)
+def _train_text(
+    model: nn.Module, steps: int, peak_lr: float, make_optimizer: MakeOptimizer, timer: common.StepTimer
+) -> None:
     bytes_lm.train(model, _text()[0], timer, steps=steps, peak_lr=peak_lr, make_optimizer=make_optimizer)
 
 
@@ -63,7 +65,9 @@ def _evaluate_text(network: nn.Module) -> tuple[float, float]:
     return bytes_lm.evaluate(network, _text()[1], CPU)
 
 
-def _train_images(model: nn.Module, steps: int, peak_lr: float, make_optimizer: MakeOptimizer) -> None:
+def _train_images(
+    model: nn.Module, steps: int, peak_lr: float, make_optimizer: MakeOptimizer, timer: common.StepTimer
+) -> None:
     images, classes = _images()[:2]
     numel = min(len(images), steps * fashion_mnist.BATCH)  # of an epoch
     epochs = round(steps * fashion_mnist.BATCH / numel)
@@ -71,7 +75,7 @@ def _train_images(model: nn.Module, steps: int, peak_lr: float, make_optimizer: 
         model,
         images[:numel],
         classes[:numel],
-        common.StepTimer(CPU),
+        timer,
         epochs=epochs,
         peak_lr=peak_lr,
         batch_size=fashion_mnist.BATCH,
@@ -93,6 +97,35 @@ NETWORKS = {
     "bytes_gru": Network(ByteGRU, _train_text, _evaluate_text, 400),
     "fashion_mnist": Network(fashion_mnist.build_model, _train_images, _evaluate_images, 3 * EPOCH_STEPS),
 }
+
+
+class Curve(common.StepTimer):
+    """A timer of steps that evaluates the network between some of them.
+
+    Args:
+        network: evaluates it.
+        module: the network, whose parameters may differ between ranks. Their mean is evaluated.
+        every: the number of steps between two evaluations; 0 for none.
+
+    Attributes:
+        losses: the cross-entropy in bits, by the number of steps before.
+    """
+
+    def __init__(self, network: Network, module: nn.Module, every: int) -> None:
+        super().__init__(CPU)
+        self.losses: dict[int, float] = {}
+        self._network, self._module, self._every, self._steps = network, module, every, 0
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._steps += 1
+        if self._every and self._steps % self._every == 0:
+            mean = copy.deepcopy(self._module)
+            average_parameters(mean)
+            _, self.losses[self._steps] = self._network.evaluate(mean)
+
+    def __str__(self) -> str:
+        return " ".join(f"{steps}:{loss:.3f}" for steps, loss in self.losses.items())
 
 
 def average_parameters(network: nn.Module) -> None:

@@ -9,7 +9,8 @@ that gradients are compressed before the optimizer makes steps of them; and with
 the arm says how many steps a round has (``every``), and what residuals are multiplied by (``decay``). Rows of
 ``bench/results/cpu/updates.csv`` have the cross-entropy on the test set in bits (per byte or image) after all steps and
 the share of correct predictions, with the same parameters and data in all arms of a seed, and the bits that a rank
-sends per element and step. The final table has the mean difference to plain DDP.
+sends per element and step. With ``--curve-every`` they have the loss between steps, too, as ``steps:loss``. The final
+table has the mean difference to plain DDP.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.lib.updates_tables import EVERY, PLAIN, accuracy_table
 from bench.training.arms import Row, parser_of, run
-from bench.training.networks import NETWORKS, average_parameters
+from bench.training.networks import NETWORKS, Curve, average_parameters
 from examples import bytes_lm, digits
 from gckernels import sync
 
@@ -52,6 +53,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--peak-lr", type=float, default=bytes_lm.PEAK_LR)
     parser.add_argument("--beta2", type=float, default=BETA2, help="decay of AdamW's second moment")
     parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--curve-every", type=int, default=0, help="steps between evaluations; 0 for none")
     args = parser.parse_args()
     args.steps = args.steps or NETWORKS[args.network].steps
     return args
@@ -77,7 +79,8 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
         return optimizer
 
     torch.manual_seed(1000 + seed)  # all arms draw the same data
-    network.train(model, args.steps, args.peak_lr, make_optimizer)
+    curve = Curve(network, module, args.curve_every)
+    network.train(model, args.steps, args.peak_lr, make_optimizer, curve)
     numel = sum(each.numel() for each in module.parameters())
     nbytes = attachments[0].sent_nbytes_per_step() if attachments else 4 * numel
     for attachment in attachments:
@@ -87,7 +90,8 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     correct, loss = network.evaluate(module)
     row: Row = {"network": args.network, "optimizer": args.optimizer, "arm": arm, "seed": seed, "steps": args.steps}
     row |= {"peak_lr": args.peak_lr, "beta2": args.beta2, "ranks": dist.get_world_size()}
-    return row | {"bits": f"{loss:.4f}", "correct": f"{correct:.4f}", "sent_bits": f"{bits:.3f}"}
+    row |= {"bits": f"{loss:.4f}", "correct": f"{correct:.4f}", "sent_bits": f"{bits:.3f}"}
+    return row | {"curve": str(curve)}
 
 
 def main() -> int:

@@ -1,0 +1,125 @@
+"""Steps of trainings on links of a known rate whose updates are averaged, against plain DDP and compressed gradients.
+
+    python -m bench.sync.updates --models transformer_10m --rates 200mbit
+    python -m bench.sync.updates --rates none --arms "EFSignSGD, every 1" "Identity, every 1"
+
+Every model, network and rate is a cell with links of its own (``sync/lab``). Copies of one model learn the same random
+answers with AdamW and take turns within one process: plain DDP; plain DDP again, which shows the noise floor; a
+compressor attached to DDP; and ``sync.average_updates`` where the arm says how many steps a round has, and how many
+steps pass until its mean is there (``delay``). A turn is a round, of one step without updates.
+
+Rows of ``bench/results/cpu/updates_steps.csv`` have the median time of a step, which is that of the round by its
+number of steps, on the slowest rank; median and quartiles of the ratios to plain DDP in the same round of turns; and
+the bytes that a rank sends per step by the count of the kernel on the interface.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.lib import cells
+from bench.lib.arms import AGAIN, PLAIN, Setting
+from bench.lib.cells import Cell, Measurement, Row
+from bench.lib.changes import throttle
+from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
+from bench.lib.updates_tables import EVERY
+from gckernels import sync
+from gckernels.sync.lab import UNTHROTTLED, sent_nbytes
+
+KEY = ("model", "network", "rate", "arm")
+PRINTED = ("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "wire_nbytes")
+SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
+ARMS = ("BlockQuant(bits=4)", f"{SIGNS}, every 1", f"{SIGNS}, every 2", "BlockQuant(bits=4), every 30")
+RATES = ("2mbit", "20mbit", "200mbit", UNTHROTTLED)
+ROUNDS, ROUNDS_MIN, WARM_UP, BUDGET_S = 20, 3, 2, 90
+
+
+def parse_args() -> argparse.Namespace:
+    parser = cells.parser(__doc__, ROUNDS)
+    cells.add_grid(parser, ["transformer_1m"], RATES, BUDGET_S)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM", help="arms beside plain DDP")
+    return parser.parse_args()
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """A cell for each model, network and rate."""
+    return cells.grid(args, lambda network: [PLAIN, AGAIN, *args.arms])
+
+
+class Training:
+    """A copy of a model in training.
+
+    Args:
+        arm: the name of the arm.
+        setting: the model and the data.
+    """
+
+    def __init__(self, arm: str, setting: Setting) -> None:
+        workload, (spec, of_updates, rest) = setting.workload, arm.partition(EVERY)
+        every, _, delay = rest.partition(", delay ")
+        self._loss, self._batch, self._steps = workload.loss, setting.batch, int(every or 1)
+        model = workload.model()
+        self._model = model if of_updates else DistributedDataParallel(model, bucket_cap_mb=workload.bucket_cap_mb)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._attachment: sync.Attachment | None = None
+        if of_updates:
+            self._attachment = sync.average_updates(
+                self._model, self._optimizer, spec, every=self._steps, delay=int(delay or 0)
+            )
+        elif arm not in (PLAIN, AGAIN):
+            self._attachment = sync.attach(self._model, spec)
+
+    def turn(self) -> tuple[float, float]:
+        """Train a round; returns the seconds of a step, and the bytes that a step has sent. Collective."""
+        before, start_s = sent_nbytes(), time.perf_counter()
+        inputs, answers = self._batch
+        for _ in range(self._steps):
+            self._loss(self._model(inputs), answers).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        step_s = (time.perf_counter() - start_s) / self._steps
+        dist.barrier()  # all bytes have arrived
+        return step_s, (sent_nbytes() - before) / self._steps
+
+    def close(self) -> None:
+        if self._attachment is not None:
+            self._attachment.close()
+
+
+def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
+    """Measure the arms of a cell; returns their rows."""
+    setting = Setting.of(str(cell.columns["model"]), cell.network)
+    throttle(cell.network, UNTHROTTLED)  # all send everything when they begin
+    trainings = {arm: Training(arm, setting) for arm in dict.fromkeys((PLAIN, *cell.arms))}
+    turns = {arm: training.turn for arm, training in trainings.items()}
+    take_turns(turns, 0, WARM_UP)
+    throttle(cell.network, cell.network.rate)
+    start_s = time.monotonic()
+    take_turns(turns, 0, 1)
+    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
+    results = {arm: slowest(each) for arm, each in take_turns(turns, rounds, 0).items()}
+    for training in trainings.values():
+        training.close()
+    plain_s = results[PLAIN][:, 0].tolist()
+    rows: list[Row] = []
+    for arm in cell.arms:
+        step_s = results[arm][:, 0].tolist()
+        row: Row = {"arm": arm, "rounds": rounds, "median_s": f"{statistics.median(step_s):.5f}"}
+        row |= ratio_columns(step_s, plain_s, "ratio_to_plain")
+        rows.append(row | {"wire_nbytes": f"{results[arm][:, 1].median():.0f}"})
+    return rows
+
+
+def main() -> int:
+    return cells.main(Measurement("updates_steps", KEY, PRINTED, cells_of, measure), parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
