@@ -69,7 +69,7 @@ def _train_images(
     model: nn.Module, steps: int, peak_lr: float, make_optimizer: MakeOptimizer, timer: common.StepTimer
 ) -> None:
     images, classes = _images()[:2]
-    numel = min(len(images), steps * fashion_mnist.BATCH)  # of an epoch
+    numel = min(len(images), steps * fashion_mnist.BATCH)  # one epoch, or less
     epochs = round(steps * fashion_mnist.BATCH / numel)
     digits.train(
         model,

@@ -136,8 +136,8 @@ class Attachment:
         attachments of :func:`~gckernels.sync.average_updates`.
 
         A rank that leaves the others calls it with ``None``, and goes on alone, while they go on without it. When it
-        comes back, it takes the parameters that the others share, and its next update has what it did alone. What
-        residuals hold is sent with the next update as well, so nothing is lost::
+        comes back, it takes the parameters that the others share, and its next update has what it did alone.
+        Residuals are sent with the next update as well, so nothing is lost::
 
             attachment.regroup(None if rank == 2 else [0, 1])  # rank 2 leaves
             ...

@@ -68,7 +68,7 @@ class Anchors:
             source: the rank.
 
         Returns:
-            The anchors from before, by name. Those that are still the same are missing.
+            The anchors from before, by name. Anchors that have stayed the same are missing.
         """
         before = {name: each.detach().clone() for name, each in self.values.items()}
         for each in self.values.values():

@@ -29,7 +29,7 @@ class _Standing:
 
     Attributes:
         arrived: the number of means that have moved them.
-        digest: of the anchors.
+        digest: a digest of the anchors.
         noted: the last digest that was noted before; empty if there is none.
         has_failed: whether the last mean has not arrived.
     """
@@ -74,7 +74,7 @@ class Lineage:
         Args:
             group: the ranks that come together.
             device: a device whose tensors the group can send.
-            anchors: those of this rank.
+            anchors: the anchors of this rank.
             has_failed: whether its last mean has not arrived.
 
         Raises:

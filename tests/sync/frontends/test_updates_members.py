@@ -90,10 +90,10 @@ def away(compressor: gckernels.Compressor, program: str | None, settings: dict[s
         given += stepped(model, optimizer, generator)
         if step % 2 and not settings:
             assert on_all(model, attachment._frontend.group)
-    if settings:  # what is on its way arrives
+    if settings:  # a fragment on its way arrives
         attachment.regroup(everyone)
     anchor = attachment._frontend._anchors.values["weight"].detach().double()
-    alone = model.weight.detach().double() - anchor  # of steps behind the last fragment
+    alone = model.weight.detach().double() - anchor  # steps behind the last fragment
     received = Recorded.received
     dist.broadcast(received, 0)  # rank 0 was never away
     torch.testing.assert_close(summed(given), received + summed(alone), rtol=0, atol=2e-4)
