@@ -161,7 +161,8 @@ class Attachment:
         """
         if (tuning := self._tuning) is not None:
             tuning.close()
-        self._changes.regroup(ranks)
+        self._changes.abandon()
+        self._frontend.regroup(ranks, self._parking.park)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""

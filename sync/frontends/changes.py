@@ -162,15 +162,6 @@ class PlanChanges:
             self._following, self._exact_steps = None, 0
             self._frontend.runtime.is_draining = False
 
-    def regroup(self, ranks: Sequence[int] | None) -> None:
-        """Average over other ranks from the next step on. Collective over them.
-
-        Raises:
-            ValueError, RuntimeError: as :meth:`~gckernels.sync.Attachment.regroup`.
-        """
-        self.abandon()
-        self._frontend.regroup(ranks, self._parking.park)
-
     def close(self) -> None:
         """End a change that is not complete, and all watches."""
         self.abandon()

@@ -252,7 +252,7 @@ def frozen_and_thawed() -> None:
     model = build("Mlp")
     optimizer = adamw(model)
     attachment = sync.average_updates(model, optimizer, EFSignSGD(), outer=NESTEROV)
-    assert attachment._frontend.request.decay == 0.5
+    assert attachment._frontend.request.decay == 0.8
     trained(model, optimizer, 3)
     sent = attachment.stats()["sent_nbytes"]
     layer = model.layers[0]
