@@ -101,6 +101,19 @@ def transformer_10m() -> torch.nn.Module:
     return Transformer(320, 5, 8)
 
 
+def bytes_lm() -> torch.nn.Module:
+    """The network of ``examples/bytes_lm.py``, two blocks of width 128: 470 thousand parameters."""
+    from examples import bytes_lm as example  # late, as other examples are
+
+    torch.manual_seed(0)
+    return example.ByteTransformer()
+
+
+def _windows(generator: torch.Generator) -> Batch:
+    tokens = torch.randint(VOCABULARY, (8, CONTEXT + 1), generator=generator)  # half of its batch
+    return tokens[:, :-1], tokens[:, 1:]
+
+
 def _texts(generator: torch.Generator) -> Batch:
     tokens = torch.randint(VOCABULARY, (SEQUENCES, CONTEXT + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -187,6 +200,7 @@ def _bags(generator: torch.Generator) -> Batch:
 
 WORKLOADS = {
     "mlp": Workload(mlp, _vectors, mse_loss, bucket_cap_mb=4),
+    "bytes_lm": Workload(bytes_lm, _windows, _token_loss, bucket_cap_mb=0.25),
     "transformer_1m": Workload(transformer_1m, _texts, _token_loss, bucket_cap_mb=0.5),
     "transformer_10m": Workload(transformer_10m, _texts, _token_loss, bucket_cap_mb=4),
     "convnet": Workload(convnet, _images, cross_entropy, bucket_cap_mb=1),
