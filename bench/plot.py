@@ -1,6 +1,7 @@
 """Plots of measurements, drawn only from the files under ``bench/results/``.
 
 python -m bench.plot convergence bench/results/cpu/convergence.csv    # convergence.png, beside the file
+python -m bench.plot updates                                          # updates.png, from updates.csv
 python -m bench.plot speedup --model transformer_10m                  # steps_transformer_10m.png, from steps.csv
 """
 
@@ -17,14 +18,17 @@ def main() -> None:
     commands = parser.add_subparsers(dest="picture", required=True)
     convergence = commands.add_parser("convergence", help="accuracy against bytes sent, with the Pareto front")
     convergence.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "convergence.csv")
+    updates = commands.add_parser("updates", help="loss against bits sent per element, with the Pareto front")
+    updates.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "updates.csv")
     speedup = commands.add_parser("speedup", help="training steps against plain DDP's, by the rate of the links")
     speedup.add_argument("csv", nargs="?", type=Path, default=RESULTS / "cpu" / "steps.csv")
     speedup.add_argument("--model", default="transformer_10m")
     options = parser.parse_args()
-    if options.picture == "convergence":  # importing matplotlib is slow
-        from bench.lib.pareto import draw_convergence
+    if options.picture in ("convergence", "updates"):  # importing matplotlib is slow
+        from bench.lib.pareto import draw_convergence, draw_updates
 
-        print("written:", draw_convergence(options.csv).name)
+        draw = draw_convergence if options.picture == "convergence" else draw_updates
+        print("written:", draw(options.csv).name)
     else:
         from bench.lib.speedup import draw_speedup
 

@@ -149,6 +149,8 @@ def pages() -> dict[Path, str]:
         FOLDER / "howto" / "slow_link.md": _with_part(
             FOLDER / "howto" / "slow_link.md",
             *(updates_tables.accuracy_table(400, 3e-3, each) for each in (0.95, 0.999)),
+            updates_tables.best_table(),
+            updates_tables.steps_table(),
         ),
         FOLDER / "howto" / "residual_memory.md": _with_part(
             FOLDER / "howto" / "residual_memory.md", feedback_tables.times_table(), feedback_tables.accuracy_table()

@@ -1,12 +1,13 @@
-"""Plot of ``convergence.csv``: quality of the trained model against bytes sent, with the Pareto front."""
+"""Plots of quality of trained models against what is sent, with the Pareto front."""
 
 from __future__ import annotations
 
 import io
 import math
 import statistics
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 
@@ -18,6 +19,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image  # a dependency of matplotlib
 
 from bench.lib.record import read_csv
+from bench.lib.updates_tables import best_rates
 
 DPI = 100
 PLAIN = "none"
@@ -28,6 +30,7 @@ LABEL_OFFSETS += [(0, y) for y in (12, -12, 24, -24, 40, -40)]
 LABEL_OFFSETS.sort(key=lambda offset: math.hypot(*offset))
 
 Point = tuple[float, float]
+T = TypeVar("T")
 
 
 # -------------------------------------------------------------------- convergence
@@ -38,14 +41,36 @@ def draw_convergence(path: Path) -> Path:
     rows = read_csv(path)
     if not rows:
         raise SystemExit(f"{path}: no rows; run `python -m bench.training.convergence` first")
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, panels = plt.subplots(len(models), 1, figsize=(9, 4.4 * len(models)), squeeze=False, layout="constrained")
-    for axes, model in zip(panels.flat, models, strict=True):
-        _draw_model(axes, model, [row for row in rows if row["model"] == model])
+    models = {
+        model: [row for row in rows if row["model"] == model] for model in dict.fromkeys(r["model"] for r in rows)
+    }
+    return _save_panels(models, _draw_model, path.with_suffix(".png"))
+
+
+def draw_updates(path: Path) -> Path:
+    """Draw ``updates.csv``, a panel for each network and optimizer: the loss, with the rate that is best for each arm,
+    against the bits per element and step. Returns the PNG's path."""
+    panels = best_rates(read_csv(path))
+    return _save_panels(panels, _draw_network, path.with_suffix(".png"))
+
+
+def _draw_network(axes: Axes, name: str, results: Mapping[str, tuple[float, list[float]]]) -> None:
+    axes.set_xlabel("bits sent per element and step by one rank")
+    axes.set_ylabel("test loss in bits (axis reversed)")
+    axes.set_title(f"{name}, 2 ranks; single runs and their mean, each arm with its best rate", fontsize=10)
+    _draw_points(axes, results, higher_is_better=False)
+
+
+def _save_panels(panels: Mapping[str, T], draw: Callable[[Axes, str, T], None], picture: Path) -> Path:
+    """Draw a panel for each entry, one below the other, and write the picture; returns its path."""
+    size = (9, 4.4 * len(panels))
+    figure, grid = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
+    for axes, (name, found) in zip(grid.flat, panels.items(), strict=True):
+        draw(axes, name, found)
     figure.canvas.draw()  # settles the layout: labels are placed in pixels
-    for axes in panels.flat:
+    for axes in grid.flat:
         _place_labels(axes)
-    return save(figure, path.with_suffix(".png"))
+    return save(figure, picture)
 
 
 def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
@@ -54,19 +79,29 @@ def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
     for row in rows:
         value = float(row["bits_per_byte"]) if in_bits else 100 * float(row["accuracy"])
         results.setdefault(row["compressor"], (float(row["sent_nbytes_per_step"]), []))[1].append(value)
-    means = {spec: (nbytes, statistics.fmean(values)) for spec, (nbytes, values) in results.items()}
-
-    low, high = _value_range(list(means.values()), higher_is_better=not in_bits)
-    axes.set_xscale("log")
-    axes.set_ylim((high, low) if in_bits else (low, high))  # better is up
     axes.set_xlabel("bytes sent per step by one rank")
     axes.set_ylabel("bits per byte (axis reversed)" if in_bits else "test accuracy in %")
     seeds = len({row["seed"] for row in rows})
     axes.set_title(f"{model}, {rows[0]['world_size']} ranks; single runs and their mean, seeds: {seeds}", fontsize=10)
+    _draw_points(axes, results, higher_is_better=not in_bits)
+
+
+def _draw_points(axes: Axes, results: Mapping[str, tuple[float, list[float]]], higher_is_better: bool) -> None:
+    """Draw what each arm sends and its values, with the Pareto front; better is up.
+
+    Args:
+        axes: the panel, with its labels.
+        results: for each arm what it sends, and the value of each run.
+        higher_is_better: whether higher values are better.
+    """
+    means = {spec: (sent, statistics.fmean(values)) for spec, (sent, values) in results.items()}
+    low, high = _value_range(list(means.values()), higher_is_better)
+    axes.set_xscale("log")
+    axes.set_ylim((low, high) if higher_is_better else (high, low))
     axes.grid(True, which="major", linewidth=0.4, alpha=0.6)
     axes.margins(x=0.12)
 
-    worst = high if in_bits else low
+    worst = low if higher_is_better else high
     for spec, (nbytes, values) in results.items():
         colour = COLOURS["plain" if spec == PLAIN else "point"]
         mean = means[spec][1]
@@ -82,7 +117,7 @@ def _draw_model(axes: Axes, model: str, rows: list[dict[str, str]]) -> None:
         ).set_in_layout(False)  # labels get their places later
     if PLAIN in means:
         axes.axhline(means[PLAIN][1], color=COLOURS["plain"], linewidth=0.8, linestyle="--", zorder=1)
-    front = pareto_front(list(means.values()), higher_is_better=not in_bits)
+    front = pareto_front(list(means.values()), higher_is_better)
     if front:
         # stairs: between two points, the best known result is that of the point that sends less
         xs, ys = zip(*front, strict=True)

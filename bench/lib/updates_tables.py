@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
 
-UPDATES = RESULTS / "cpu" / "updates.csv"
+UPDATES, STEPS = RESULTS / "cpu" / "updates.csv", RESULTS / "cpu" / "updates_steps.csv"
 PLAIN, EVERY = "none", ", every "
+PLAIN_DDP, AGAIN = "plain", "plain again"
 
 
 def accuracy_table(
@@ -43,6 +45,71 @@ def accuracy_table(
     unit = "bits per byte" if network.startswith("bytes") else "bits per image"
     head = ["averaged", "compressed by", "decay", "bits sent per element and step", unit, "mean difference"]
     return markdown_of_cells([*head, "of each seed"], table)
+
+
+def steps_table(path: Path = STEPS) -> str:
+    """A row for every arm, with the time of a step for each model and rate, over that of plain DDP in the same run."""
+    found: dict[str, dict[str, str]] = {}
+    for row in read_csv(path):
+        cell = f"{row['model']}, {row['rate']}"
+        ratio = float(row["ratio_to_plain"])
+        shown = f"{float(row['median_s']):.3f} s" if row["arm"] == PLAIN_DDP else f"{ratio:.3f}"
+        found.setdefault(row["arm"], {})[cell] = shown
+    columns = list(dict.fromkeys(cell for cells in found.values() for cell in cells))
+    names = {PLAIN_DDP: "plain DDP", AGAIN: "plain DDP again"}
+    arms = [arm for arm in found if arm in names] + [arm for arm in found if arm not in names]
+    lines = ([names.get(arm, f"`{arm}`"), *(found[arm].get(cell, "") for cell in columns)] for arm in arms)
+    return markdown_of_cells(["", *columns], lines)
+
+
+Results = dict[str, tuple[float, list[float]]]
+"""For each arm the bits that it sends per element and step, and the loss of each seed."""
+
+
+def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
+    """The results of all arms that have been trained with several rates, each with the rate that was best for it with
+    the first seed, by network and optimizer. Only trainings with the usual number of steps, ranks and ``beta2``."""
+    usual = [row for row in rows if (row["ranks"], row["beta2"]) == ("2", "0.95") and row["steps"] != "900"]
+    found: dict[str, Results] = {}
+    for name in dict.fromkeys((row["network"], row["optimizer"]) for row in usual):
+        results: Results = {}
+        for arm in dict.fromkeys(row["arm"] for row in usual if (row["network"], row["optimizer"]) == name):
+            of_arm = [row for row in usual if (row["network"], row["optimizer"], row["arm"]) == (*name, arm)]
+            rates = {row["peak_lr"]: float(row["bits"]) for row in of_arm if row["seed"] == "0"}
+            if len(rates) < 2:
+                continue
+            best = min(rates, key=lambda rate: rates[rate])
+            at_best = [row for row in of_arm if row["peak_lr"] == best]
+            results[short_name(arm)] = float(at_best[0]["sent_bits"]), [float(row["bits"]) for row in at_best]
+        if results:
+            found[" with ".join(name)] = results
+    return found
+
+
+def best_table(path: Path = UPDATES) -> str:
+    """A row for every arm, with the bits that it sends on the first network, and for each network and optimizer the
+    difference of its mean loss to that of plain DDP, both with the rates that are best for them."""
+    found = best_rates(read_csv(path))
+    arms = dict.fromkeys(arm for results in found.values() for arm in results if arm != PLAIN)
+    sent = {arm: f"{results[arm][0]:.2f}" for results in reversed(found.values()) for arm in results}
+    plain = {name: statistics.fmean(results[PLAIN][1]) for name, results in found.items()}
+    lines = [["plain DDP", "32", *(f"{loss:.3f}" for loss in plain.values())]]
+    for arm in sorted(arms, key=lambda arm: -float(sent[arm])):
+        differences = (
+            f"{statistics.fmean(results[arm][1]) - plain[name]:+.3f}" if arm in results else ""
+            for name, results in found.items()
+        )
+        lines.append([arm, sent[arm], *differences])
+    return markdown_of_cells(["", "bits sent", *found], lines)
+
+
+def short_name(arm: str) -> str:
+    """The name of an arm in pictures, such as ``"signs, H = 2"``."""
+    spec, of_updates, rest = arm.partition(EVERY)
+    every, _, decay = rest.partition(", decay ")
+    names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
+    name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
+    return f"{name}, H = {every}, decay {decay}" if of_updates else name if arm == PLAIN else f"gradients: {name}"
 
 
 def _order(arm: str) -> tuple[int, bool, str]:

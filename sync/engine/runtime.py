@@ -305,9 +305,9 @@ class Runtime(RuntimeState):
         if self._decay == 1.0:
             return []
         errors: dict[Place, list[Residual]] = {}
-        encoders = {(kind, unit.key): unit.encoder(kind) for unit in self.plan.units for kind in ENCODINGS}
+        units = self.plan.by_key
         for kind, key, residual in self._feedback.items():
-            if kind in ENCODINGS and encoders[kind, key].traits.conserves:
+            if kind in ENCODINGS and units[key].encoder(kind).traits.conserves:
                 place = Place.DEVICE if residual.tensor.device.type == self.device.type else Place.HOST
                 errors.setdefault(place, []).append(residual)
         start, lanes = engine.lanes.here(), engine.lanes

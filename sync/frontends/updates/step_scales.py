@@ -43,8 +43,10 @@ class StepScales:
     def __init__(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, device: torch.device) -> None:
         self._optimizer, self._group, self._device = optimizer, group, device
         self._ranks = dist.get_world_size(group)
-        self._signs: dict[str, torch.Tensor] = {}
+        self._signs: tuple[dict[str, int], torch.Tensor] | None = None  # of which tensors, and their signs
+        self._measured: tuple[torch.Tensor, list[str], dist.Work] | None = None
         self._norms: dict[str, tuple[float, float]] = {}  # smoothed: of own gradients, and of their mean
+        self._factors: dict[str, float] = {}
         self._begins: dict[str, torch.Tensor] = {}
 
     def factor(self, name: str) -> float:
@@ -62,17 +64,25 @@ class StepScales:
         if not self._norms:
             return
         kept = {id(each): self._kept(group) for group in self._optimizer.param_groups for each in group["params"]}
-        self._begins = {
-            name: values[name] * kept[id(each)]
-            for name, each in parameters.items()
-            if id(each) in kept and each.grad is not None and self.factor(name) > 1
+        factors = {
+            name: self.factor(name) for name, each in parameters.items() if id(each) in kept and each.grad is not None
         }
+        self._factors = {name: factor for name, factor in factors.items() if factor > 1}
+        if not self._factors:
+            return
+        begins = torch._foreach_mul(
+            [values[name] for name in self._factors], [kept[id(parameters[name])] for name in self._factors]
+        )
+        self._begins = dict(zip(self._factors, begins, strict=True))
 
     def after_step(self, values: Mapping[str, torch.Tensor]) -> None:
         """Make the step longer that has just been made; nothing if it was skipped."""
         begins, self._begins = self._begins, {}
-        for name, begin in begins.items():
-            values[name].copy_(torch.lerp(begin, values[name], self.factor(name)))
+        if begins:
+            stepped, before = [values[name] for name in begins], [*begins.values()]
+            torch._foreach_sub_(stepped, before)
+            torch._foreach_mul_(stepped, [self._factors[name] for name in begins])
+            torch._foreach_add_(stepped, before)
 
     @staticmethod
     def _kept(group: Mapping[str, Any]) -> float:
@@ -83,37 +93,58 @@ class StepScales:
     # ---------------------------------------------------------------- measuring
 
     def measure(self, gradients: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-        """Measure the factors on the gradients of all ranks. Collective.
+        """Begin to measure the factors on the gradients of all ranks. Collective.
 
         Args:
             gradients: the gradients of this rank, by name. A parameter without one counts as zeros.
             values: the parameters, whose names and shapes are the same on all ranks.
         """
-        rows = [self._sums(name, gradients.get(name), each.numel()) for name, each in values.items()]
-        sums = torch.stack(rows).nan_to_num_(0.0, 0.0, 0.0)
-        dist.all_reduce(sums, group=self._group)
+        sums = self._sums(gradients, values).nan_to_num_(0.0, 0.0, 0.0)
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        self._measured = sums, [*values], work
+
+    def end_measuring(self) -> None:
+        """Take the factors that were measured last, if there are any."""
+        if self._measured is None:
+            return
+        (sums, names, work), self._measured = self._measured, None
+        work.wait()
         sums /= self._ranks
         each = torch.stack((sums[:, _SUMS], sums[:, :_SUMS].square().sum(1)), 1).double().cpu().tolist()
-        for name, (own, mean) in zip(values, each, strict=True):
+        for name, (own, mean) in zip(names, each, strict=True):
             before = self._norms.get(name, (own, mean))
             self._norms[name] = (
                 _MEMORY * before[0] + (1 - _MEMORY) * own,
                 _MEMORY * before[1] + (1 - _MEMORY) * mean,
             )
 
-    def _sums(self, name: str, gradient: torch.Tensor | None, numel: int) -> torch.Tensor:
-        """The sums of a gradient with signs, and the sum of their squares, ``fp32 [17]``."""
-        count = min(numel, _SAMPLE) // _SUMS
-        if gradient is None or count == 0:
-            return torch.zeros(_SUMS + 1, dtype=torch.float32, device=self._device)
-        if name not in self._signs:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))  # the same on all ranks
-            bits = torch.randint(0, 2, (_SUMS, count), generator=generator, dtype=torch.int8, device="cpu")
-            self._signs[name] = (2.0 * bits - 1.0).to(self._device)
-        rows = numel // _SUMS
-        sample = values_of(gradient).reshape(-1)[: _SUMS * rows].view(_SUMS, rows)[:, :count].float()
-        signed = (sample * self._signs[name]).sum(1)
-        return torch.cat((signed, signed.square().sum().view(1)))
+    def _sums(self, gradients: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The sums of gradients with signs, and the sums of their squares, ``fp32 [tensors, 17]``."""
+        counts = {name: min(each.numel(), _SAMPLE) // _SUMS for name, each in values.items()}
+        found = {name: count for name, count in counts.items() if name in gradients and count}
+        rows = dict.fromkeys(counts, torch.zeros(_SUMS, dtype=torch.float32, device=self._device))
+        if found:
+            samples = torch.cat([_pieces(values_of(gradients[name]), count) for name, count in found.items()], 1)
+            signed = samples.float() * self._signs_of(found)
+            rows |= {
+                name: each.sum(1) for name, each in zip(found, torch.split(signed, [*found.values()], 1), strict=True)
+            }
+        sums = torch.stack([*rows.values()])
+        return torch.cat((sums, sums.square().sum(1, keepdim=True)), 1)
+
+    def _signs_of(self, counts: dict[str, int]) -> torch.Tensor:
+        """The signs of some elements of tensors, ``fp32 [16, all of them]``, the same on all ranks.
+
+        Args:
+            counts: the number of columns of each tensor, by name.
+        """
+        if self._signs is None or self._signs[0] != counts:
+            bits = []
+            for name, count in counts.items():
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                bits.append(torch.randint(0, 2, (_SUMS, count), generator=generator, dtype=torch.int8, device="cpu"))
+            self._signs = counts, (2.0 * torch.cat(bits, 1) - 1.0).to(self._device)
+        return self._signs[1]
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -124,3 +155,9 @@ class StepScales:
     def load(self, state: Any) -> None:
         """Continue from what :meth:`state_dict` has returned; with anything else from the beginning."""
         self._norms = {name: (float(own), float(mean)) for name, (own, mean) in state.items()} if state else {}
+
+
+def _pieces(gradient: torch.Tensor, count: int) -> torch.Tensor:
+    """The first elements of 16 pieces of a gradient, ``[16, count]``."""
+    rows = gradient.numel() // _SUMS
+    return gradient.reshape(-1)[: _SUMS * rows].view(_SUMS, rows)[:, :count]

@@ -292,6 +292,8 @@ class UpdatesFrontend(ModelFrontend):
             self._taken = 0
         if number is not None:
             self._send(schedule, number)
+        if self._scales is not None:
+            self._scales.end_measuring()
         self._has_failed = False
 
     def _send(self, schedule: Schedule, number: int) -> None:

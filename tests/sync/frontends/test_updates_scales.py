@@ -38,6 +38,7 @@ def measured() -> None:
             scales.measure(
                 {name: gradients(noise, each.numel(), rank + ranks * round_) for name, each in values.items()}, values
             )
+            scales.end_measuring()
         found = scales.factor("large")
         assert low - 1e-6 <= found <= high + 1e-9, (noise, found)
         if noise == 1.0:  # (1 + 1) / (1 + 1 / ranks), as the noise of the mean is a part of that of a rank
@@ -48,6 +49,7 @@ def measured() -> None:
     dist.all_gather_object(state, scales.state_dict())
     assert all(each == state[0] for each in state)
     scales.measure({"small": torch.full((100,), torch.inf)} if rank else {}, values)
+    scales.end_measuring()
     assert 1.0 <= scales.factor("small") <= math.sqrt(ranks)
 
 
