@@ -26,7 +26,7 @@ from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
 from ..frontend import UPDATES, ModelFrontend
 from ..members import Members
-from ..module.buckets import BROADCAST_NBYTES, BUCKET_NBYTES, Bucket, Layouts
+from ..module.buckets import BROADCAST_NBYTES, Bucket, Layouts
 from ..request import ModuleOptions, Request
 from .anchors import Anchors, Arrival
 from .lineage import Lineage
@@ -36,6 +36,9 @@ from .schedule import Schedule, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements
 from .step_scales import StepScales
 from .updates_request import UpdatesRequest, checked_plan, fitting
+
+_BUCKET_NBYTES = 4 * 2**20
+"""All updates are ready at once, so small buckets let the first ones travel while others are measured and encoded."""
 
 
 class UpdatesFrontend(ModelFrontend):
@@ -139,7 +142,7 @@ class UpdatesFrontend(ModelFrontend):
         runtime.first_is_dense = False
         self._scales = self.request.scales(runtime.plan, self._scales)
         numels, fragments = self.numels().values(), self.request.schedule.fragments
-        nbytes = min(BUCKET_NBYTES, 4 * sum(numels) // fragments) if fragments > 1 else BUCKET_NBYTES
+        nbytes = min(_BUCKET_NBYTES, 4 * sum(numels) // fragments)
         self.runtime, self._layouts = runtime, Layouts(runtime, self._anchors.members, nbytes)
         self._buckets, self._trained = list[Bucket](), frozenset[str]()
         self._lay_out()
