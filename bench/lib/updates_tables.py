@@ -67,8 +67,8 @@ Results = dict[str, tuple[float, list[float]]]
 
 
 def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
-    """The results of all arms that have been trained with several rates, each with the rate that was best for it with
-    the first seed, by network and optimizer. Only trainings with the usual number of steps, ranks and ``beta2``."""
+    """The results of all arms by network and optimizer, each with the rate that was best for it with the first seed.
+    Only trainings with the usual number of steps, ranks and ``beta2``."""
     usual = [row for row in rows if (row["ranks"], row["beta2"]) == ("2", "0.95") and row["steps"] != "900"]
     found: dict[str, Results] = {}
     for name in dict.fromkeys((row["network"], row["optimizer"]) for row in usual):
@@ -76,13 +76,10 @@ def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
         for arm in dict.fromkeys(row["arm"] for row in usual if (row["network"], row["optimizer"]) == name):
             of_arm = [row for row in usual if (row["network"], row["optimizer"], row["arm"]) == (*name, arm)]
             rates = {row["peak_lr"]: float(row["bits"]) for row in of_arm if row["seed"] == "0"}
-            if len(rates) < 2:
-                continue
             best = min(rates, key=lambda rate: rates[rate])
             at_best = [row for row in of_arm if row["peak_lr"] == best]
             results[short_name(arm)] = float(at_best[0]["sent_bits"]), [float(row["bits"]) for row in at_best]
-        if results:
-            found[" with ".join(name)] = results
+        found[" with ".join(name)] = results
     return found
 
 

@@ -7,6 +7,8 @@ from bench.lib.prediction_tables import NAMES, predictions_table
 from bench.lib.step_tables import trains_table
 from bench.lib.training_tables import accuracy_table, late_table
 from bench.lib.updates_tables import accuracy_table as updates_table
+from bench.lib.updates_tables import best_table
+from bench.lib.updates_tables import steps_table as updates_steps_table
 
 
 def test_accuracies_are_means_in_the_order_of_bytes():
@@ -105,3 +107,29 @@ def test_differences_of_updates_are_those_of_the_same_seeds(path_of):
     assert plain == "| gradients | nothing |  | 0.61 | 3.050 |  |  |"
     assert short == "| updates of 2 steps | `EFSignSGD` | 0.5 | 0.61 | 3.250 | +0.250 | +0.250 |"
     assert long == "| updates of 10 steps | `EFSignSGD` | 1 | 0.61 | 3.200 | +0.150 | +0.300, +0.000 |"
+
+
+def test_each_arm_of_updates_has_its_best_rate(path_of):
+    usual = {"network": "bytes_gru", "optimizer": "sgd", "beta2": "0.95", "ranks": "2", "steps": "400"}
+    losses = {("none", "1e-3"): 3.0, ("none", "2e-3"): 2.5, ("TopK", "1e-3"): 2.75, ("TopK", "2e-3"): 4.0}
+    losses |= {("EFSignSGD(block=64), every 2, decay 0.8", "2e-3"): 2.25}
+    rows = [
+        usual | {"arm": arm, "peak_lr": rate, "seed": "0", "bits": str(bits), "sent_bits": "0.5"}
+        for (arm, rate), bits in losses.items()
+    ]
+    rows.append(rows[0] | {"ranks": "4", "bits": "9"})
+    rows.append(rows[1] | {"seed": "1", "bits": "2.7"})
+    assert best_table(path_of(rows)).splitlines()[2:] == [
+        "| plain DDP | 32 | 2.600 |",
+        "| gradients: TopK | 0.50 | +0.150 |",
+        "| signs, H = 2, decay 0.8 | 0.50 | -0.350 |",
+    ]
+
+
+def test_steps_of_updates_are_parts_of_those_of_plain_ddp(path_of):
+    rows = [
+        {"model": "mlp", "rate": "2mbit", "arm": arm, "median_s": "2.0", "ratio_to_plain": ratio}
+        for arm, ratio in (("TopK, every 2", "0.125"), ("plain", "1.0"))
+    ]
+    lines = updates_steps_table(path_of(rows)).splitlines()
+    assert lines[0] == "|  | mlp, 2mbit |" and lines[2:] == ["| plain DDP | 2.000 s |", "| `TopK, every 2` | 0.125 |"]
