@@ -84,8 +84,8 @@ def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
 
 
 def best_table(path: Path = UPDATES) -> str:
-    """A row for every arm, with the bits that it sends on the first network, and for each network and optimizer the
-    difference of its mean loss to that of plain DDP, both with the rates that are best for them."""
+    """A row for every arm, with the difference of its mean loss to that of plain DDP for each network and optimizer.
+    Both have the rates that are best for them. Bits are those sent with the first network."""
     found = best_rates(read_csv(path))
     arms = dict.fromkeys(arm for results in found.values() for arm in results if arm != PLAIN)
     sent = {arm: f"{results[arm][0]:.2f}" for results in reversed(found.values()) for arm in results}

@@ -43,7 +43,7 @@ class StepScales:
     def __init__(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, device: torch.device) -> None:
         self._optimizer, self._group, self._device = optimizer, group, device
         self._ranks = dist.get_world_size(group)
-        self._signs: tuple[dict[str, int], torch.Tensor] | None = None  # of which tensors, and their signs
+        self._signs: tuple[dict[str, int], torch.Tensor] | None = None  # by the tensors that have them
         self._measured: tuple[torch.Tensor, list[str], dist.Work] | None = None
         self._norms: dict[str, tuple[float, float]] = {}  # smoothed: of own gradients, and of their mean
         self._factors: dict[str, float] = {}
