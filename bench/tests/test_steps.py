@@ -18,7 +18,7 @@ from gckernels.sync.lab import Network
 from ranks import run_ranks, values_of
 
 NUMEL = {"mlp": 7_347_200, "transformer_1m": 1_061_248, "transformer_10m": 10_038_400, "convnet": 2_776_906}
-NUMEL |= {"digits": 151_306, "fashion_mnist": 207_178, "embedding": 4_328_458}
+NUMEL |= {"bytes_lm": 469_760, "digits": 151_306, "fashion_mnist": 207_178, "embedding": 4_328_458}
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
