@@ -43,6 +43,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"(Checkpoint|StorageReader|Profile|dist\.ProcessGroup)"),  # imported for type checkers only
     ("py:class", r"gckernels\.(sync\.)?[a-z_]+\..*"),
+    ("py:class", r"tuple\[~gckernels\..*"),  # the alias of programs, written out
     ("py:class", r"numpy\..*"),  # arrays, which only the planner has
     ("py:class", r"torch\._C\..*"),
     ("py:class", r"torch\.(nn\.modules|optim\.optimizer)\..*"),  # documented by torch under shorter names
