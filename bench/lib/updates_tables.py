@@ -6,12 +6,22 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.lib.arms import AGAIN
+from bench.lib.arms import PLAIN as PLAIN_DDP
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
 
 UPDATES, STEPS = RESULTS / "cpu" / "updates.csv", RESULTS / "cpu" / "updates_steps.csv"
 PLAIN, EVERY = "none", ", every "
-PLAIN_DDP, AGAIN = "plain", "plain again"
+SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
+
+
+def parts_of(arm: str) -> tuple[str, int, str]:
+    """The compressor of an arm; the number of steps of its rounds, 0 for gradients; and the number that ends its name,
+    which is a decay or a delay."""
+    spec, _, rest = arm.partition(EVERY)
+    every, _, setting = rest.partition(", ")
+    return spec, int(every or 0), setting.rpartition(" ")[2]
 
 
 def accuracy_table(
@@ -37,9 +47,8 @@ def accuracy_table(
         differences = [found[seed] - bits[PLAIN][seed] for seed in found]
         change = "" if arm == PLAIN else f"{statistics.fmean(differences):+.3f}"
         each = "" if arm == PLAIN else ", ".join(f"{one:+.3f}" for one in differences)
-        spec, of_updates, rest = arm.partition(EVERY)
-        every, _, decay = rest.partition(", decay ")
-        what = "gradients" if not of_updates else f"updates of {every} step{'s' if every != '1' else ''}"
+        spec, every, decay = parts_of(arm)
+        what = "gradients" if not every else f"updates of {every} step{'s' if every > 1 else ''}"
         name = "nothing" if arm == PLAIN else f"`{spec}`"
         table.append([what, name, decay, sent[arm], f"{statistics.fmean(found.values()):.3f}", change, each])
     unit = "bits per byte" if network.startswith("bytes") else "bits per image"
@@ -102,14 +111,13 @@ def best_table(path: Path = UPDATES) -> str:
 
 def short_name(arm: str) -> str:
     """The name of an arm in pictures, such as ``"signs, H = 2"``."""
-    spec, of_updates, rest = arm.partition(EVERY)
-    every, _, decay = rest.partition(", decay ")
+    spec, every, decay = parts_of(arm)
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
     name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
-    return f"{name}, H = {every}, decay {decay}" if of_updates else name if arm == PLAIN else f"gradients: {name}"
+    return f"{name}, H = {every}, decay {decay}" if every else name if arm == PLAIN else f"gradients: {name}"
 
 
 def _order(arm: str) -> tuple[int, bool, str]:
     """A key that sorts arms: gradients, then updates by the number of steps, each without compression first."""
-    spec, _, rest = arm.partition(EVERY)
-    return int(rest.partition(",")[0] or 0), spec not in (PLAIN, "Identity"), arm
+    spec, every, _ = parts_of(arm)
+    return every, spec not in (PLAIN, "Identity"), arm

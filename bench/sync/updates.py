@@ -28,14 +28,13 @@ from bench.lib import cells
 from bench.lib.arms import AGAIN, PLAIN, Setting
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.changes import throttle
-from bench.lib.rounds import ratio_columns, rounds_within, slowest, take_turns
-from bench.lib.updates_tables import EVERY
+from bench.lib.rounds import ratio_columns, slowest, take_turns, turns_within
+from bench.lib.updates_tables import SIGNS, parts_of
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, sent_nbytes
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "median_s", "ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3", "wire_nbytes")
-SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 ARMS = ("BlockQuant(bits=4)", f"{SIGNS}, every 1", f"{SIGNS}, every 2", "BlockQuant(bits=4), every 30")
 RATES = ("2mbit", "20mbit", "200mbit", UNTHROTTLED)
 ROUNDS, ROUNDS_MIN, WARM_UP, BUDGET_S = 20, 3, 2, 90
@@ -62,14 +61,13 @@ class Training:
     """
 
     def __init__(self, arm: str, setting: Setting) -> None:
-        workload, (spec, of_updates, rest) = setting.workload, arm.partition(EVERY)
-        every, _, delay = rest.partition(", delay ")
-        self._loss, self._batch, self._steps = workload.loss, setting.batch, int(every or 1)
+        workload, (spec, every, delay) = setting.workload, parts_of(arm)
+        self._loss, self._batch, self._steps = workload.loss, setting.batch, every or 1
         model = workload.model()
-        self._model = model if of_updates else DistributedDataParallel(model, bucket_cap_mb=workload.bucket_cap_mb)
+        self._model = model if every else DistributedDataParallel(model, bucket_cap_mb=workload.bucket_cap_mb)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._attachment: sync.Attachment | None = None
-        if of_updates:
+        if every:
             self._attachment = sync.average_updates(
                 self._model, self._optimizer, spec, every=self._steps, delay=int(delay or 0)
             )
@@ -101,17 +99,15 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     turns = {arm: training.turn for arm, training in trainings.items()}
     take_turns(turns, 0, WARM_UP)
     throttle(cell.network, cell.network.rate)
-    start_s = time.monotonic()
-    take_turns(turns, 0, 1)
-    rounds = rounds_within(args.budget_s, time.monotonic() - start_s, ROUNDS_MIN, args.rounds)
-    results = {arm: slowest(each) for arm, each in take_turns(turns, rounds, 0).items()}
+    measured = turns_within(turns, args.budget_s, ROUNDS_MIN, args.rounds)
+    results = {arm: slowest(each) for arm, each in measured.items()}
     for training in trainings.values():
         training.close()
     plain_s = results[PLAIN][:, 0].tolist()
     rows: list[Row] = []
     for arm in cell.arms:
         step_s = results[arm][:, 0].tolist()
-        row: Row = {"arm": arm, "rounds": rounds, "median_s": f"{statistics.median(step_s):.5f}"}
+        row: Row = {"arm": arm, "rounds": len(step_s), "median_s": f"{statistics.median(step_s):.5f}"}
         row |= ratio_columns(step_s, plain_s, "ratio_to_plain")
         rows.append(row | {"wire_nbytes": f"{results[arm][:, 1].median():.0f}"})
     return rows

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.lib.updates_tables import EVERY, PLAIN, accuracy_table
+from bench.lib.updates_tables import PLAIN, SIGNS, accuracy_table, parts_of
 from bench.training.arms import Row, parser_of, run
 from bench.training.networks import NETWORKS, Curve, average_parameters
 from examples import bytes_lm, digits
@@ -32,7 +32,6 @@ from gckernels import sync
 NAME = "updates"
 KEY = ("network", "optimizer", "arm", "seed", "steps", "peak_lr", "beta2", "ranks")
 OPTIMIZERS = {"adamw": bytes_lm.make_adamw, "sgd": digits.make_sgd}
-SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 ARMS = (
     PLAIN,
     "EFSignSGD",
@@ -64,18 +63,16 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     network = NETWORKS[args.network]
     torch.manual_seed(seed)
     module = network.build()
-    spec, of_updates, rest = arm.partition(EVERY)
-    model: torch.nn.Module = module if of_updates else DistributedDataParallel(module)
-    attachments = [] if of_updates or arm == PLAIN else [sync.attach(model, spec)]
+    spec, every, decay = parts_of(arm)
+    model: torch.nn.Module = module if every else DistributedDataParallel(module)
+    attachments = [] if every or arm == PLAIN else [sync.attach(model, spec)]
 
     def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = OPTIMIZERS[args.optimizer](parameters)
         if args.optimizer == "adamw":
             optimizer.param_groups[0]["betas"] = (0.9, args.beta2)
-        if of_updates:
-            every, decay = rest.split(", decay ")
-            updates = sync.average_updates(model, optimizer, spec, every=int(every), decay=float(decay))
-            attachments.append(updates)
+        if every:
+            attachments.append(sync.average_updates(model, optimizer, spec, every=every, decay=float(decay)))
         return optimizer
 
     torch.manual_seed(1000 + seed)  # all arms draw the same data
@@ -86,7 +83,7 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     for attachment in attachments:
         attachment.close()
     average_parameters(module)
-    bits = 8 * nbytes / numel / (int(rest.split(",")[0]) if of_updates else 1)
+    bits = 8 * nbytes / numel / (every or 1)
     correct, loss = network.evaluate(module)
     row: Row = {"network": args.network, "optimizer": args.optimizer, "arm": arm, "seed": seed, "steps": args.steps}
     row |= {"peak_lr": args.peak_lr, "beta2": args.beta2, "ranks": dist.get_world_size()}

@@ -159,8 +159,8 @@ class Attachment:
             RuntimeError: a rank is in the middle of a round, or some have averaged with others in the meantime. It is
                 raised on all ranks.
         """
-        if (tuning := self._tuning) is not None:
-            tuning.close()
+        if self._tuning is not None:
+            self._tuning.close()
         self._changes.abandon()
         self._frontend.regroup(ranks, self._parking.park)
 

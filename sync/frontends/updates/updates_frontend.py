@@ -282,10 +282,11 @@ class UpdatesFrontend(ModelFrontend):
         schedule = Schedule() if starts else self.request.schedule
         self._taken += 1
         if self._scales is not None:
-            self._scales.after_step(self._values())
+            values = self._values()
+            self._scales.after_step(values)
             if self._taken >= schedule.every:
                 grads = {name: each.grad for name, each in self.parameters().items()}
-                self._scales.measure({name: each for name, each in grads.items() if each is not None}, self._values())
+                self._scales.measure({name: each for name, each in grads.items() if each is not None}, values)
         if (arriving := self._arriving) is not None:
             arriving.left -= 1
             if arriving.left <= 0:
