@@ -7,11 +7,13 @@ machine whose codecs take no time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,10 +27,8 @@ from .drafts.drafts import Draft, Option, draft_of, draft_of_launches, plan_of, 
 from .drafts.options import all_options, placed, variants
 from .drafts.problem import Problem
 from .machines.machine import DerivedMachine, Floats, Price
-from .search.garbage import uncollected
 from .search.restructure import after, moved, orders_of
 from .search.search import Search, messages_of_draft, options_in, with_options
-from .search.significance import is_gain
 from .starts import found_plans
 
 _STARTS, _UNIFORM = 4, 2
@@ -59,6 +59,22 @@ def auto(problem: Problem) -> Plan:
         return _best(problem)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """A context in which Python's collector of cycles does not run.
+
+    A search makes many small objects, and no cycles of them. The collector would go through all objects of the process
+    again and again, which takes a quarter of the time of a search.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def bound(problem: Problem) -> Plan:
     """The plan of the policy ``bound``: that of ``auto`` for the problem of :func:`free_problem`."""
     return auto(free_problem(problem))
@@ -84,13 +100,12 @@ class FreeCodecs(DerivedMachine):
 
 
 def _best(problem: Problem) -> Plan:
-    plans = {name: found.plan for name, found in found_plans(problem).items()}
+    plans = found_plans(problem)
     best = min(plans.values(), key=problem.step_s)
     if problem.topology.world_size > 1:
         best = min([best, *_searched(problem, list(plans.values()))], key=problem.step_s)
     exact = plans["none"]
-    gains = is_gain(problem.step_s(best), problem.step_s(exact), problem.trace, problem.machine.margin)
-    return best if gains else exact
+    return best if problem.is_gain(problem.step_s(best), problem.step_s(exact)) else exact
 
 
 def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:

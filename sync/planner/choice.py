@@ -15,9 +15,7 @@ from ..plans.prediction import Alternative, Prediction, Source
 from .auto import auto, bound, free_problem
 from .drafts.problem import Found, Policy, Problem, ProblemError
 from .machines.machine import Machine, MachineError
-from .policies.all import uniform
-from .published.exhaustive import exhaustive
-from .search.significance import is_gain
+from .policies.baselines import exhaustive, uniform
 from .starts import STARTS, found_by
 from .timeline.timeline import Timeline
 
@@ -112,7 +110,7 @@ def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = STA
         error=chosen.error,
         alternatives=tuple(Alternative(row.policy, row.step_s, row.error) for row in rows if row.policy != policy),
     )
-    pays = is_gain(chosen.step_s, none.step_s, trace, machine.margin)
+    pays = problem.is_gain(chosen.step_s, none.step_s)
     plan = replace(chosen.plan, prediction=prediction)
     return Choice(policy, plan, _judging(problem, policy).timeline(plan), tuple(rows), pays)
 
@@ -156,7 +154,7 @@ def _row(problem: Problem, name: str) -> Row:
 def _found(problem: Problem, name: str) -> Found:
     """The plan of a policy, with the time of its search and of those that it starts from."""
     if name in STARTS:
-        return found_by(name, STARTS[name], problem)
+        return found_by(name, problem)
     before_s = sum(found.search_s for found in problem.found.values()) if name == "auto" else 0.0
     start_s = time.perf_counter()
     plan = policy_of(name)(problem)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from ..plans.plan import PlanError
+from ..plans.plan import Plan, PlanError
 from ..programs.spans import MEAN
 from .drafts.problem import Found, Policy, Problem, ProblemError
 from .machines.machine import MachineError
-from .policies.all import all_
-from .policies.none import none
-from .policies.threshold import threshold
-from .published.byteps import byteps
-from .published.cupcake import cupcake
-from .published.espresso import espresso
-from .published.hitopkcomm import hitopkcomm
-from .published.mergecomp import mergecomp
-from .published.secopa import secopa
+from .policies.baselines import all_, none, threshold
+from .policies.cupcake import cupcake
+from .policies.espresso import espresso
+from .policies.every_tensor import byteps, hitopkcomm
+from .policies.mergecomp import mergecomp
+from .policies.secopa import secopa
 
 STARTS: Mapping[str, Policy] = {
     "none": none,
@@ -35,13 +32,13 @@ _OF_ALL_SPANS = ("none", "all", "threshold")
 """The policies that are not of systems with data parallelism alone."""
 
 
-def found_plans(problem: Problem) -> dict[str, Found]:
+def found_plans(problem: Problem) -> dict[str, Plan]:
     """The plans of these policies, by name. A policy is missing that finds none, or one without a price."""
     found = {}
-    for name, policy in STARTS.items():
+    for name in STARTS:
         try:
-            plan = found_by(name, policy, problem)
-            problem.step_s(plan.plan)  # the machine may lack a price that the policy has not asked for
+            plan = found_by(name, problem).plan
+            problem.step_s(plan)  # the machine may lack a price that the policy has not asked for
             found[name] = plan
         except (MachineError, PlanError, ProblemError):
             if name == "none":
@@ -49,8 +46,8 @@ def found_plans(problem: Problem) -> dict[str, Found]:
     return found
 
 
-def found_by(name: str, policy: Policy, problem: Problem) -> Found:
-    """The plan of a policy. It is kept with the problem.
+def found_by(name: str, problem: Problem) -> Found:
+    """The plan of one of these policies. It is kept with the problem.
 
     Raises:
         ProblemError: the policy has no plan for the problem.
@@ -59,6 +56,6 @@ def found_by(name: str, policy: Policy, problem: Problem) -> Found:
         raise ProblemError(f"policy: {name} plans for models whose ranks all get the mean of the gradients")
     if name not in problem.found:
         start_s = time.perf_counter()
-        plan = policy(problem)
+        plan = STARTS[name](problem)
         problem.found[name] = Found(plan, time.perf_counter() - start_s)
     return problem.found[name]

@@ -10,10 +10,9 @@ from ...planner.choice import POLICIES, choose
 from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import Machine
 from ...planner.machines.scaling import scaled
-from ...planner.search.significance import is_gain
 from ...traces.model_trace import ModelTrace
 from .advice import Advice
-from .closed_form_rows import ClosedFormRow, closed_form_rows
+from .closed_forms import ClosedFormRow, closed_form_rows
 from .crossover import BandwidthLimit, EnoughRatio, bandwidth_limit, enough_ratio
 from .sweeps import Sweep
 
@@ -109,7 +108,7 @@ def predict(
         other = problem.on(step, problem.pricer.on(scaled(machine, bandwidth_bit_per_s=bit_per_s)))
         none_s = other.step_s(exact)
         step_s, best = min(((other.step_s(each.choice.plan), each) for each in known), key=lambda each: each[0])
-        return best.compresses and best.memory.fits and is_gain(step_s, none_s, other.trace, other.machine.margin)
+        return best.compresses and best.memory.fits and other.is_gain(step_s, none_s)
 
     def found_at(bit_per_s: float) -> bool:
         return predicted(step, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").pays

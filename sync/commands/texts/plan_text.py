@@ -16,7 +16,7 @@ from ..common.caveats import Caveats
 from ..common.error_bars import Band
 from ..common.tables import table
 from ..studies.advice import Advice
-from ..studies.closed_form_rows import ClosedFormRow
+from ..studies.closed_forms import ClosedFormRow
 from ..studies.crossover import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
 from ..studies.prediction import Elsewhere, SweepResult
 from ..studies.step_costs import StepCost

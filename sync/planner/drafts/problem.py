@@ -30,6 +30,11 @@ _SHARDS_ON_ALL = {Frontend.FSDP: True, Frontend.HSDP: False}
 """Whether the shards of a model of FSDP2 are on all ranks."""
 
 
+PREDICTED_SHARE = 0.2
+"""The share of a step that counts as predicted at least: what runs beside a backward makes it longer, by a predicted
+time, even where nothing waits for communication."""
+
+
 class ProblemError(ValueError):
     """Raised by a policy that has no plan for a problem."""
 
@@ -176,6 +181,19 @@ class Problem:
         if known is None:
             known = self._judged[id(plan)] = (plan, self.timeline(plan).step_s)
         return known[1]
+
+    def is_gain(self, step_s: float, none_s: float) -> bool:
+        """Whether a plan saves more than predictions may be wrong by.
+
+        The trace has measured forward, backward and the optimizer, which all plans have in common. Only what a step
+        takes on top of them is predicted, from prices with an error.
+
+        Args:
+            step_s: the predicted seconds of a step with the plan.
+            none_s: the predicted seconds of a step that compresses nothing.
+        """
+        predicted_s = max(none_s - self.trace.computing_s, none_s * PREDICTED_SHARE)
+        return none_s - step_s > self.machine.margin * predicted_s
 
     @functools.cached_property
     def found(self) -> dict[str, Found]:

@@ -1,1 +1,1 @@
-"""Policies that are limits, starts or baselines for others."""
+"""Policies: published systems, and limits, starts or baselines for others."""

@@ -1,4 +1,4 @@
-"""Drafts of policies that use one option for all tensors."""
+"""Drafts and options of systems that use one compressor and one program for all tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from gckernels.codec import Codec
 
-from ...plans.plan import Plan
 from ...programs.named import ALLGATHER, HIERARCHICAL
 from ...programs.steps import AllGather, Decode, Encode, Level, Program, ReduceScatter
 from ...programs.topology import Topology
@@ -41,16 +40,15 @@ def each_alone(problem: Problem) -> Launches:
     return problem.buckets or tuple((tensor,) for tensor in range(len(problem.trace.tensors)))
 
 
-def launch_of(problem: Problem, tensors: Sequence[int], option: Option) -> LaunchDraft:
-    """The messages of a launch: one with the option, and one for large tensors that may not be compressed."""
-    with_option, exact = carried(problem, tensors, option)
-    messages = (MessageDraft(with_option, option), MessageDraft(exact))
-    return tuple(message for message in messages if message.tensors)
-
-
 def uniform_draft(problem: Problem, launches: Iterable[Sequence[int]], option: Option) -> Draft:
-    """The draft with the same option for all launches."""
-    return tuple(launch_of(problem, launch, option) for launch in launches)
+    """The draft with the same option for all launches. Large tensors that may not be compressed have messages apart."""
+
+    def messages(launch: Sequence[int]) -> LaunchDraft:
+        with_option, exact = carried(problem, launch, option)
+        both = (MessageDraft(with_option, option), MessageDraft(exact))
+        return tuple(message for message in both if message.tensors)
+
+    return tuple(map(messages, launches))
 
 
 def codecs(problem: Problem) -> tuple[Codec, ...]:
@@ -60,18 +58,19 @@ def codecs(problem: Problem) -> tuple[Codec, ...]:
 
 def usual_programs(problem: Problem, compressor: Codec) -> tuple[Program, ...]:
     """The programs that systems with one program for all tensors use."""
-    topology = problem.topology
     programs = [problem.default_program(compressor)]
     if not compressor.traits.summable:
         programs.append(ALLGATHER)
-    if has_levels(topology):
+    if has_levels(problem.topology):
         programs += [HIERARCHICAL, GATHERED_BETWEEN_MACHINES]
     return tuple(dict.fromkeys(programs))
 
 
-def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
-    """The plan with the shortest step on the timeline; the first one of equals."""
-    return min(plans, key=problem.step_s)
+def usual_options(problem: Problem) -> list[Option]:
+    """Every allowed compressor with each of its usual programs."""
+    return [
+        Option(program, compressor) for compressor in codecs(problem) for program in usual_programs(problem, compressor)
+    ]
 
 
 def preselected(problem: Problem, drafts: Sequence[Draft], count: int = JUDGED) -> list[int]:

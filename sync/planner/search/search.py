@@ -14,11 +14,10 @@ import numpy as np
 from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option
 from ..drafts.problem import Problem
 from ..machines.machine import Floats
-from ..maxplus.dominance import undominated
-from ..maxplus.item_rows import Item, RowMaker
-from ..maxplus.maxplus import State, Steps, longest
-from ..maxplus.rows import NOWHERE, UNUSABLE_S, Gaps, Rows
+from .item_rows import Item, RowMaker
+from .maxplus import State, Steps, longest
 from .restructure import Move, disjoint, moved, moves_of
+from .rows import NOWHERE, UNUSABLE_S, Gaps, Rows, undominated
 
 MAX_SWEEPS = 4
 """Sweeps of one improvement, if each of them has changed something."""

@@ -8,10 +8,9 @@ import pytest
 
 from command_files import run_json, run_text, write_small_trace
 from gckernels.sync import Plan
-from gckernels.sync.commands.studies import prediction
-from gckernels.sync.planner import choice
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import Option, plan_of, usual_launches
+from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.policies.messages import uniform_draft
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import AllReduce, Broadcast, Level, Reduce
@@ -61,8 +60,7 @@ def test_a_plan_that_compresses_nothing_is_no_advice_to_compress(trace, tmp_path
         return plan_of(problem, uniform_draft(problem, usual_launches(problem), hierarchical))
 
     monkeypatch.setitem(POLICIES, "auto", exact)
-    for module in (choice, prediction):
-        monkeypatch.setattr(module, "is_gain", lambda *arguments: True)
+    monkeypatch.setattr(Problem, "is_gain", lambda *arguments: True)
     arguments = ("plan", trace, SLOW, "--accuracy", "exact", "--sweep", "bandwidth=1gbit,2gbit")
     code, shown, _ = run_text(capsys, *arguments, "-o", str(tmp_path / "plan.json"))
     assert code == 1 and "Compress with" not in shown

@@ -11,16 +11,14 @@ import pytest
 
 import gckernels
 from gckernels.sync import Topology
-from gckernels.sync.planner.auto import free_problem
+from gckernels.sync.planner.auto import free_problem, uncollected
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.drafts import Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from gckernels.sync.planner.drafts.options import all_options, variants
-from gckernels.sync.planner.drafts.problem import Problem, ProblemError
+from gckernels.sync.planner.drafts.problem import PREDICTED_SHARE, Problem, ProblemError
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Overheads
-from gckernels.sync.planner.search.garbage import uncollected
 from gckernels.sync.planner.search.search import Search, with_options
-from gckernels.sync.planner.search.significance import PREDICTED_SHARE, is_gain
 from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.launches import phases_of
 from gckernels.sync.planner.timeline.pricing import Pricer
@@ -96,7 +94,7 @@ def test_a_policy_is_faster_only_where_auto_gives_up():
         if problem.step_s(plan) > best_s:
             gave_up += 1
             assert plan == exact
-            assert not is_gain(best_s, problem.step_s(exact), problem.trace, problem.machine.margin)
+            assert not problem.is_gain(best_s, problem.step_s(exact))
     assert gave_up > 0
 
 

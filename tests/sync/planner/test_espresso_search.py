@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gckernels.sync.planner.maxplus.changes import Changes
-from gckernels.sync.planner.maxplus.maxplus import Steps
-from gckernels.sync.planner.maxplus.rows import BACKWARD, FIRST_LANE, NOWHERE, UNUSABLE_S, Gaps, Rows
-from gckernels.sync.planner.published.espresso_search import choose_options, offload, offload_groups
+from gckernels.sync.planner.policies.espresso import Changes, choose_options, offload, offload_groups
+from gckernels.sync.planner.search.maxplus import Steps
+from gckernels.sync.planner.search.rows import BACKWARD, FIRST_LANE, NOWHERE, UNUSABLE_S, Gaps, Rows
 
 LANES = [BACKWARD, FIRST_LANE, FIRST_LANE + 1, FIRST_LANE + 2, FIRST_LANE + 3]
 LINK = FIRST_LANE + 3

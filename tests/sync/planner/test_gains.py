@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gckernels.sync.planner.search.significance import is_gain
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
+from planning import problem_of
 
-TRACE = ModelTrace("m", (), backward_s=0.4, forward_s=0.3, optimizer_s=0.1)
+TRACE = ModelTrace("m", (TracedTensor("w", 1, 0.4),), backward_s=0.4, forward_s=0.3, optimizer_s=0.1)
 
 
 @pytest.mark.parametrize(
@@ -22,9 +24,11 @@ TRACE = ModelTrace("m", (), backward_s=0.4, forward_s=0.3, optimizer_s=0.1)
     ],
 )
 def test_the_error_is_that_of_what_is_predicted(none_s, margin, least_s):
-    assert is_gain(none_s - 1.001 * least_s - 1e-9, none_s, TRACE, margin)
-    assert not is_gain(none_s - 0.999 * least_s, none_s, TRACE, margin)
+    problem = problem_of(TRACE, Frontend.MODULE, margin=margin)
+    assert problem.is_gain(none_s - 1.001 * least_s - 1e-9, none_s)
+    assert not problem.is_gain(none_s - 0.999 * least_s, none_s)
 
 
 def test_a_slower_plan_is_no_gain():
-    assert not is_gain(1.001, 1.0, TRACE, 0.0) and not is_gain(1.0, 1.0, TRACE, 0.0)
+    problem = problem_of(TRACE, Frontend.MODULE)
+    assert not problem.is_gain(1.001, 1.0) and not problem.is_gain(1.0, 1.0)

@@ -10,7 +10,7 @@ from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
-from gckernels.sync.planner.policies.none import none
+from gckernels.sync.planner.policies.baselines import none
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import ModelTrace

@@ -25,8 +25,7 @@ from gckernels.sync.planner.drafts.drafts import Option, plan_of, usual_launches
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.policies.messages import each_alone, uniform_draft
-from gckernels.sync.planner.published.secopa import by_option, option_choices, with_spread_roots
-from gckernels.sync.planner.published.secopa_costs import Exchange
+from gckernels.sync.planner.policies.secopa import Exchange, by_option, option_choices, with_spread_roots
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import ALLTOALL, HIERARCHICAL, Place

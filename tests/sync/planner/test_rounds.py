@@ -17,7 +17,7 @@ from gckernels.sync.planner.drafts.rounds import UpdateRounds
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
-from gckernels.sync.planner.policies.all import uniform
+from gckernels.sync.planner.policies.baselines import uniform
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, Plan
 from gckernels.sync.programs.named import ALLGATHER, ALLTOALL

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from gckernels.sync.planner.published.secopa_costs import (
+from gckernels.sync.planner.policies.secopa import (
     Exchange,
     Primitive,
     SecopaCosts,

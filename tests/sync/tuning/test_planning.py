@@ -16,7 +16,7 @@ from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.communication.agreement import Failure, together
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.sharding import Sharding
-from gckernels.sync.planner.policies.all import uniform
+from gckernels.sync.planner.policies.baselines import uniform
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.predictive.planning import (

@@ -1,16 +1,24 @@
-"""The policy ``byteps``: every tensor compressed by the processors of the machines."""
+"""The policies ``byteps`` and ``hitopkcomm``, which compress every tensor in the same way, by host or by device."""
 
 from __future__ import annotations
 
 from ...plans.plan import Plan
-from ...programs.named import ALLTOALL, HIERARCHICAL
-from ...programs.steps import Place
-from ..drafts.drafts import MessageDraft, Option, plan_of
+from ...programs.named import ALLGATHER, ALLTOALL, HIERARCHICAL
+from ...programs.steps import Place, Program
+from ..drafts.drafts import Draft, MessageDraft, Option, plan_of
 from ..drafts.problem import Problem
 from ..machines.machine import Shared
-from ..policies.messages import MAX_PARTS, codecs, each_alone, fastest, has_levels, preselected, uniform_draft
-from ..policies.none import none
+from .baselines import fastest
 from .espresso import on_host
+from .messages import (
+    GATHERED_BETWEEN_MACHINES,
+    MAX_PARTS,
+    codecs,
+    each_alone,
+    has_levels,
+    preselected,
+    uniform_draft,
+)
 
 PART_NBYTES = 4096000
 """The largest part of a tensor that BytePS sends at once, by default."""
@@ -30,15 +38,30 @@ def byteps(problem: Problem) -> Plan:
     program = HIERARCHICAL if has_levels(problem.topology) else ALLTOALL
     if Place.HOST in problem.places and problem.machine.computes_on != Shared.CORES:
         program = on_host(program)
-    whole = [uniform_draft(problem, each_alone(problem), Option(program, each)) for each in codecs(problem)]
-    drafts = [whole[at] for at in preselected(problem, whole)]
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.trace.tensors)
     part_nbytes = max(PART_NBYTES, -(-nbytes // MAX_PARTS))
-    plans = [
-        plan_of(problem, tuple(tuple(_cut(problem, each, part_nbytes) for each in launch) for launch in draft))
-        for draft in drafts
-    ]
-    return fastest(problem, plans) if plans else none(problem)
+    drafts = (
+        tuple(tuple(_cut(problem, each, part_nbytes) for each in launch) for launch in draft)
+        for draft in _drafts(problem, program)
+    )
+    return fastest(problem, [plan_of(problem, draft) for draft in drafts])
+
+
+def hitopkcomm(problem: Problem) -> Plan:
+    """The plan of HiTopKComm (Shi et al., 2021): gradients are added inside a machine, compressed shards are gathered
+    between machines, and the shards of the mean inside a machine.
+
+    Every tensor is a launch, or with DDP every bucket. The compressor with the fastest step is taken.
+    Without compressors it is the plan of ``none``.
+    """
+    program = GATHERED_BETWEEN_MACHINES if has_levels(problem.topology) else ALLGATHER
+    return fastest(problem, [plan_of(problem, draft) for draft in _drafts(problem, program)])
+
+
+def _drafts(problem: Problem, program: Program) -> list[Draft]:
+    """The drafts of every tensor alone, with the compressors that are estimated to be the fastest."""
+    drafts = [uniform_draft(problem, each_alone(problem), Option(program, each)) for each in codecs(problem)]
+    return [drafts[at] for at in preselected(problem, drafts)]
 
 
 def _cut(problem: Problem, message: MessageDraft, part_nbytes: int) -> MessageDraft:

@@ -1,8 +1,9 @@
-"""Costs of fusion: the times of groups of neighbours in a trace, from the prices of a machine."""
+"""The policy ``cupcake``: the fastest fusion of a model's gradients, and the times of groups of neighbours."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,14 +14,17 @@ import numpy.typing as npt
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
+from ...plans.plan import Plan
 from ...programs.named import ALLREDUCE
 from ...programs.stages import MessageKind
 from ...programs.steps import Program
-from ..drafts.drafts import Option, carried
+from ..drafts.drafts import Launches, Option, carried, plan_of
 from ..drafts.problem import Problem
 from ..machines.machine import Floats, MachineError
 from ..timeline.pricing import Ints, Units
+from .baselines import fastest
 from .fusion import Groups, best_groups, best_groups_of_any, encode_table
+from .messages import JUDGED, codecs, uniform_draft, usual_options, usual_programs
 
 AFFINE = 0.01
 """The largest relative deviation at which times count as a constant plus a sum."""
@@ -28,6 +32,62 @@ TOLERANCE = 1e-3
 """As for :func:`~.fusion.best_groups_of_any`."""
 WINDOWS = (1, 8, 64)
 """Sizes of the groups with which a fit is compared."""
+_MAX_EXACT = 400
+"""Tensors of a model up to which groups with any prices are searched."""
+
+
+def cupcake(problem: Problem) -> Plan:
+    """The plan whose launches are the fastest groups in Cupcake's model (:mod:`~.fusion`).
+
+    In that model, encoding and decoding delay backward, and groups are sent one after the other. The groups are exact
+    for prices that are a constant plus a sum; for other prices they are exact to 0.1 percent. The options with the
+    fastest groups, a compressor and a program for all tensors, are compared on the timeline.
+
+    With DDP the groups are DDP's buckets, which a plan cannot change; only the option is chosen. Without compressors it
+    is the plan of ``none``.
+    """
+    if problem.buckets:
+        found = [(option, problem.buckets) for option in usual_options(problem)]
+    else:
+        found = [(option, launches_of(groups)) for option, groups in _searched(problem)]
+    return fastest(problem, [plan_of(problem, uniform_draft(problem, launches, option)) for option, launches in found])
+
+
+def launches_of(groups: Groups) -> Launches:
+    """The tensors of each group."""
+    starts = (0, *groups.ends[:-1])
+    return tuple(tuple(range(start, end)) for start, end in zip(starts, groups.ends, strict=True))
+
+
+def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
+    """The options with the fastest groups, of those that the machine has prices for, and these groups; the fastest one
+    first.
+
+    The search for any prices is long, so only the first option goes through it.
+    """
+    priced: list[tuple[Option, FusionCosts]] = []
+    for compressor in codecs(problem):
+        programs = usual_programs(problem, compressor)
+        priced += [
+            (Option(program, compressor), costs)
+            for program, costs in zip(programs, fusion_costs(problem, compressor, programs), strict=True)
+            if costs is not None
+        ]
+    found: list[tuple[Option, Groups, FusionCosts]] = []
+    for option, costs in sorted(priced, key=lambda each: each[1].bound_s):
+        below_s = found[-1][1].step_s if len(found) == JUDGED else math.inf
+        if costs.bound_s >= below_s:
+            break
+        groups = costs.groups(below_s)
+        if groups is not None:
+            found = sorted([*found, (option, groups, costs)], key=lambda each: each[1].step_s)[:JUDGED]
+    if found and not found[0][2].is_affine and len(problem.trace.tensors) <= _MAX_EXACT:
+        option, groups, costs = found[0]
+        found[0] = (option, exact_groups(problem, option, costs, groups), costs)
+    return [(option, groups) for option, groups, _ in found]
+
+
+# -------------------------------------------------------------------- the times of groups
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Estimates of steps by max-plus algebra, for many options at once."""

@@ -1,1 +1,0 @@
-"""Policies of published systems, and closed forms of their papers."""
