@@ -48,7 +48,7 @@ from gckernels.sync.programs.steps import (
     Step,
 )
 from gckernels.sync.traces.model_trace import ModelTrace
-from gckernels.sync.traces.shipped_traces import trace_names
+from gckernels.sync.traces.trace_files import trace_names
 
 COMPRESSORS = ("EFSignSGD", "BlockQuant(bits=4)")
 PLANS = ("none", "exact", "auto")

@@ -38,7 +38,7 @@ from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, Plan, PlanError
 from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import ModelTrace
-from gckernels.sync.traces.shipped_traces import trace_names
+from gckernels.sync.traces.trace_files import trace_names
 
 MACHINES = ("espresso-nvlink", "espresso-pcie")
 COMPRESSORS = ("EFSignSGD", "DGC(ratio=0.01)", "RandomK(ratio=0.01)")

@@ -20,7 +20,7 @@ from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Place, enumerate_programs, ring
 from gckernels.sync.programs.steps import Broadcast
 from gckernels.sync.traces.model_trace import ModelTrace
-from gckernels.sync.traces.shipped_traces import trace_names
+from gckernels.sync.traces.trace_files import trace_names
 from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import PLANNED
 

@@ -299,7 +299,7 @@ class Attachment:
         Raises:
             OSError: the file cannot be written. If there was one, it is as it was.
         """
-        collecting = importlib.import_module("..reporting.collecting", __package__)
+        collecting = importlib.import_module("..reporting.data", __package__)
         page = importlib.import_module("..reporting.page", __package__)
         found = collecting.collected(self._frontend, self._figures, self.residual_nbytes(), title)
         write_whole(path, page.render(found))

@@ -9,29 +9,27 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gckernels.codec import Codec
-from gckernels.compressor import Compressor, from_spec
+from gckernels.compressor import from_spec
 
 from ..accuracy.accuracy import allowed_compressors, unfitted
 from ..communication.agreement import Failure, together
 from ..communication.ranks import Ranks
 from ..planner.choice import Choice, Row, choose
 from ..planner.drafts.problem import Problem
-from ..planner.machines.machine import DerivedMachine, Floats, Machine, Price, Shared
+from ..planner.machines.machine import Machine
 from ..planner.machines.sharding import Sharding
 from ..planner.starts import STARTS
 from ..planner.timeline.pricing import Pricer
 from ..plans.names import short_spec, summary_of
 from ..plans.numbers import duration, plural, three_digits
 from ..plans.plan import Frontend, Plan, PlanError
-from ..programs.stages import StageKind
-from ..programs.steps import Level, Place
 from ..stats.decisions import LOGGER
 from ..traces.model_trace import ModelTrace
 from ..tuning.trials.rules import Phase
@@ -86,33 +84,6 @@ class TriedPlans:
     least_s: float
 
 
-@dataclass
-class RestingMachine(DerivedMachine):
-    """A machine with the prices of another one, which calls a function before each of them.
-
-    A search asks for prices every few milliseconds.
-
-    Attributes:
-        rest: called whenever a price is asked for.
-    """
-
-    rest: Callable[[], None] = field(repr=False, compare=False)
-
-    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
-        self.rest()
-        return super().collective(step, level, place, wire_nbytes, from_roots)
-
-    def codec(
-        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
-    ) -> Price:
-        self.rest()
-        return super().codec(work, compressor, place, units, elements, sources)
-
-    def copy(self, resource: Shared, nbytes: Floats) -> Price:
-        self.rest()
-        return super().copy(resource, nbytes)
-
-
 def proposal(
     trace: ModelTrace,
     machine: Machine,
@@ -142,7 +113,7 @@ def proposal(
     start_s = time.thread_time()
     fastest = min(tried.measured_s, key=lambda plan: tried.measured_s[plan])
     assert fastest.weights is None or isinstance(fastest.weights, Codec)
-    allowed, pricer = allowed_compressors(trace, stage.accuracy), Pricer(RestingMachine(machine, rest), sharding)
+    allowed, pricer = allowed_compressors(trace, stage.accuracy), Pricer(machine, sharding, rest)
     problem = Problem(trace, pricer, frontend, allowed, weights=fastest.weights)
     apart_s = problem.step_s(fastest) - tried.measured_s[fastest]
     errors = [abs(problem.step_s(plan) - apart_s - each) / each for plan, each in tried.measured_s.items()]

@@ -19,16 +19,13 @@ from ..planner.machines.machine import Overheads, Shared
 from ..programs.stages import StageKind
 from ..programs.steps import AllGather, AllReduce, AllToAll, Collective, Level, Place
 from ..resources.stage import Issue
-from .measurements.codecs import measure_codecs, works_of
+from .measurements.codecs import Case, bound, measure_codecs, works_of
 from .measurements.collective_trains import CollectiveTrains
-from .measurements.collectives import BY_USE, levels_of, measure_sharing
+from .measurements.collectives import BY_USE, calls_of, levels_of, measure_sharing, wire_nbytes
 from .measurements.contention import measure_taken
-from .measurements.copies import measure_copies
-from .measurements.launches import Case, bound
-from .measurements.memory import Arena, far_nbytes
+from .measurements.memory import Arena, far_nbytes, measure_copies
 from .measurements.overheads import measure_overheads
 from .measurements.session import MI, Session
-from .measurements.trains import calls_of, wire_nbytes
 
 _FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
 _USUAL = 8

@@ -80,7 +80,7 @@ class ModelTrace:
 
     def fingerprint(self) -> str:
         """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
-        records = importlib.import_module(".trace_records", __package__)
+        records = importlib.import_module(".trace_files", __package__)
         return str(records.hash_of(records.record_of(written(self))))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -103,7 +103,7 @@ class ModelTrace:
 
         Args:
             path_or_name: the path of a file that :meth:`save` has written or that has the published form; a name of
-                :func:`~gckernels.sync.traces.shipped_traces.trace_names`, unless there is a file of that name; or ``-``
+                :func:`~gckernels.sync.traces.trace_files.trace_names`, unless there is a file of that name; or ``-``
                 for the standard input.
 
         Raises:
@@ -115,7 +115,7 @@ class ModelTrace:
         path = os.fspath(path_or_name)
         if path == "-":
             return ModelTrace.from_text(sys.stdin.buffer.read(MAX_NBYTES + 1), "standard input")
-        shipped = importlib.import_module(".shipped_traces", __package__).shipped_traces()
+        shipped = importlib.import_module(".trace_files", __package__).shipped_traces()
         if isinstance(path, str) and path in shipped and not os.path.exists(path):
             return ModelTrace.from_text(shipped[path].read_bytes(), path)
         try:
@@ -136,7 +136,7 @@ class ModelTrace:
         """
         file, remedy = f"the trace of {shown(self.model)}", "make it of the types that ModelTrace says"
         fields = checked_fields(self, file, TraceError, remedy)
-        records = importlib.import_module(".trace_records", __package__)
+        records = importlib.import_module(".trace_files", __package__)
         records.check_fields(Entry(fields, file, TraceError, remedy), vars(self))
         return str(records.text_of(records.record_of(fields)))
 
@@ -152,11 +152,8 @@ class ModelTrace:
             TraceError: the trace is not valid.
         """
         document = parsed(text, file, "trace", TraceError, _REMEDY)
-        published = importlib.import_module(".published_traces", __package__)
-        records = importlib.import_module(".trace_records", __package__)
-        if published.is_published(document):
-            return ModelTrace(**published.published_fields(document))
-        return ModelTrace(**records.fields_of(document, ModelTrace))
+        files = importlib.import_module(".trace_files", __package__)
+        return ModelTrace(**files.fields_of(document, ModelTrace))
 
 
 def _shard_shape(tensor: TracedTensor, ranks: int) -> tuple[int, ...]:

@@ -23,11 +23,10 @@ from ..frontends.ddp.averages import will_rebuild_buckets
 from ..frontends.ddp.step_ends import in_join
 from ..frontends.sharded.shard_groups import ShardGroup
 from ..traces.model_trace import ModelTrace
-from .clocks import Clock, recording_clock
 from .combining import Averaged, RecordingRanks, combined, refuse_different, with_gathers
 from .gradients import KeptGradients, digests
 from .shard_watch import MarkedGather, ShardWatch
-from .watch import ModelWatch, StepMarks
+from .watch import Clock, ModelWatch, StepMarks, recording_clock
 
 MAX_NUMEL = 1 << 16
 """The elements of a tensor on which errors are measured at most, because the training waits for it. Compressors in

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import Work
 from ..communication.cores import Moment
 from ..frontends.sharded.shard_groups import ShardGroup
 from ..frontends.sharded.stand_ins import ReplicaGroup
-from .clocks import Clock, HostClock, Mark
+from .watch import Clock, HostClock, Mark
 
 
 class ComputingClock(HostClock):

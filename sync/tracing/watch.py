@@ -1,11 +1,14 @@
-"""Hooks that mark the moments of a training's steps: forward, every gradient, the optimizer's step."""
+"""Hooks that mark the moments of a training's steps: forward, every gradient, the optimizer's step; and their clocks.
+
+The clocks of recordings also know for how long a thread has waited for a core.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.autograd import Variable
@@ -13,10 +16,49 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from ..communication.clocks import CudaClock
+from ..communication.cores import Moment
 from ..frontends.checks.hooks import ModelHook
 from ..frontends.checks.models import on_accumulated
 from ..frontends.ddp.step_ends import hook_gradients, misses_gradients
-from .clocks import Clock, Mark
+
+Mark: TypeAlias = "Moment | torch.cuda.Event"
+
+
+class Clock(Protocol):
+    """Marks moments, and later says how far they are apart."""
+
+    def mark(self) -> Mark:
+        """A mark of this moment."""
+
+    def seconds(self, first: Mark, second: Mark) -> float:
+        """The seconds between two marks. On a GPU the host waits until both are reached."""
+
+    def waiting_s(self, first: Mark, second: Mark) -> float:
+        """The seconds of them in which the thread waited for a core that other threads had. On a GPU there are none."""
+
+
+class HostClock:
+    """The clock of a training on the CPU."""
+
+    def mark(self) -> Mark:
+        return Moment.now()
+
+    def seconds(self, first: Mark, second: Mark) -> float:
+        assert isinstance(first, Moment) and isinstance(second, Moment)
+        return second.elapsed_s(first)
+
+    def waiting_s(self, first: Mark, second: Mark) -> float:
+        assert isinstance(first, Moment) and isinstance(second, Moment)
+        return second.waiting_s(first)
+
+
+def recording_clock(device: torch.device) -> Clock:
+    """The clock of a recording on a device."""
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+# -------------------------------------------------------------------- steps
 
 NOT_READY = -1.0
 """The ready time of a tensor that a step has given no gradient."""

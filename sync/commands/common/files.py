@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...planner.machines.files import machine_names
 from ...plans.json_files import write_whole
-from ...traces.shipped_traces import trace_names
+from ...traces.trace_files import trace_names
 from .outcome import bad_data, wrong_use
 
 STANDARD = "-"

@@ -28,7 +28,7 @@ from ...plans.names import short_spec
 from ...plans.plan import Frontend, Plan
 from ...programs.steps import Place
 from ...traces.model_trace import ModelTrace
-from ...traces.shipped_traces import trace_names
+from ...traces.trace_files import trace_names
 from .caveats import Caveats
 from .files import MAKE, reading, source
 from .outcome import bad_data, refusing, wrong_use

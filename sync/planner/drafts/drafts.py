@@ -6,9 +6,10 @@ Policies and searches change drafts, which name tensors by their numbers; :func:
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -21,9 +22,9 @@ from ...plans.plan import Frontend, Plan, UnitPlan
 from ...programs.named import ALLREDUCE, exact_program
 from ...programs.stages import MessageKind
 from ...programs.steps import Broadcast, Program
+from ...programs.topology import Topology
 from ..machines.machine import MachineError
 from ..timeline.launches import BucketLaunch, launches_of
-from ..timeline.roots import spread
 from .problem import Problem
 
 
@@ -210,6 +211,27 @@ def roots_of(problem: Problem, draft: Draft) -> dict[int, int]:
             numels[number] = sum(problem.trace.tensors[tensor].numel for tensor in message.tensors)
         number += option.parts
     return spread(numels, problem.topology)
+
+
+def spread(numels: Mapping[int, int], topology: Topology) -> dict[int, int]:
+    """The root of each message: from the largest message to the smallest, the rank that is the root of the fewest
+    elements so far. Between equals a rank on another machine and another place than those before comes first.
+
+    Args:
+        numels: the elements of each message, by number.
+        topology: the topology of the ranks.
+    """
+    machines, devices = topology.machines, topology.devices
+    places = range(min(topology.world_size, len(numels)))
+    around = math.lcm(machines, devices)  # places until machine and device are those of the first one together
+    order = [place % machines * devices + (place + place // around) % devices for place in places]
+    load = [(0, place) for place in places]  # a heap
+    roots = {}
+    for message in sorted(numels, key=lambda each: (-numels[each], each)):
+        least, place = load[0]
+        roots[message] = order[place]
+        heapq.heapreplace(load, (least + numels[message], place))
+    return roots
 
 
 def _check(problem: Problem, draft: Draft) -> None:

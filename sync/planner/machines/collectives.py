@@ -40,7 +40,7 @@ After a reduction to roots inside the machines, only these send, but ``w`` is st
 
 The mean over all links of a kind is less than the bytes of the busiest link where there is a root. The messages of a
 step may have roots on all ranks, which work at the same time. How much of the difference a link has to bear depends on
-where the roots are, which ``unevenness`` in :file:`sync/planner/timeline/loads.py` says.
+where the roots are, which ``unevenness`` in :file:`sync/planner/timeline/priced_stages.py` says.
 """
 
 from __future__ import annotations

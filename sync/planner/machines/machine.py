@@ -80,6 +80,13 @@ class Price:
         )
         return Price(self.alone_s[one], work_s, self.submit_s, busiest_s)
 
+    def __add__(self, other: Price) -> Price:
+        """The price of both works, one after the other, in one stage."""
+        none = np.zeros_like(self.alone_s)
+        keys = dict.fromkeys((*self.work_s, *other.work_s))
+        work_s = {key: self.work_s.get(key, none) + other.work_s.get(key, none) for key in keys}
+        return Price(self.alone_s + other.alone_s, work_s, self.submit_s + other.submit_s)
+
     @staticmethod
     def fastest(prices: Sequence[Price]) -> Price:
         """For each stage the price that is fastest alone, of several for the same stages and resources."""

@@ -205,10 +205,8 @@ class Profile:
         )
         if found is None and work in (StageKind.RECODE, StageKind.ADD):
             self._note(f"{compressor} {work.value} was not measured: decode and encode")
-            return _added(
-                self.codec(StageKind.DECODE, compressor, place, units, elements, sources),
-                self.codec(StageKind.ENCODE, compressor, place, units, elements, 1),
-            )
+            decode = self.codec(StageKind.DECODE, compressor, place, units, elements, sources)
+            return decode + self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
         if found is None:
             raise MachineError(f"{self.name}: {work.value} of {compressor} was not measured; {MEASURE_AGAIN}")
         self._usable(found)
@@ -285,8 +283,3 @@ class Profile:
             return {Shared.CORES: self.taken.get(kind, 1.0) * np.minimum(cores, self.cores * alone)}
         share = min(self.taken.get(kind, 1.0 if kind == "codec" else 0.0), 1.0)
         return {Shared.DEVICE: share * alone}
-
-
-def _added(one: Price, other: Price) -> Price:
-    work = {key: one.work_s[key] + other.work_s[key] for key in one.work_s}
-    return Price(one.alone_s + other.alone_s, work, one.submit_s + other.submit_s)

@@ -21,10 +21,9 @@ from ...programs.named import ALLREDUCE, PARAMETER_SERVER, ring
 from ...programs.stages import StageKind
 from ...programs.steps import AllGather, Broadcast, Decode, Encode, Gather, Level, Place, Program, Reduce, ReduceScatter
 from ...programs.topology import Topology
-from ..drafts.drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, plan_of, usual_launches
+from ..drafts.drafts import Draft, LaunchDraft, Launches, MessageDraft, Option, plan_of, spread, usual_launches
 from ..drafts.problem import Problem
 from ..machines.machine import Floats, Machine, MachineError
-from ..timeline.roots import spread
 from .baselines import fastest, none
 from .messages import MAX_PARTS, codecs, each_alone, has_levels, preselected
 

@@ -7,7 +7,8 @@ same features of the units: their number, their elements and their bytes (:mod:`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -108,17 +109,20 @@ class Pricer:
     Args:
         machine: the machine.
         sharding: the shards of a model of FSDP2; ``None`` for other models.
+        rest: called before each price, and for each timeline. A search does one or the other every few milliseconds.
     """
 
-    def __init__(self, machine: Machine, sharding: Sharding | None = None) -> None:
-        self.machine, self.sharding = machine, sharding
+    def __init__(
+        self, machine: Machine, sharding: Sharding | None = None, rest: Callable[[], None] = lambda: None
+    ) -> None:
+        self.machine, self.sharding, self._rest = machine, sharding, rest
         self._span = MEAN if sharding is None else sharding.span
         self._apart = machine.computes_on != Shared.CORES
         self._known: dict[tuple[_Form, _Sizes], tuple[PricedStage, ...]] = {}
 
     def on(self, machine: Machine) -> Pricer:
         """The same pricer for another machine."""
-        return Pricer(machine, self.sharding)
+        return Pricer(machine, self.sharding, self._rest)
 
     def message(self, message: MessageSpec, dtype: torch.dtype) -> tuple[PricedStage, ...]:
         """The stages of one message with their prices, as :meth:`messages` returns them."""
@@ -138,6 +142,7 @@ class Pricer:
         Raises:
             MachineError: the machine lacks a price.
         """
+        self._rest()
         keys = [(_form(message, dtype), _sizes(message)) for message, dtype in messages]
         found = {key: self._known[key] for key in keys if key in self._known}
         new: dict[_Form, dict[_Sizes, None]] = {}  # messages of a form are priced together
@@ -226,6 +231,7 @@ class Pricer:
     def _price_or_error(self, need: Need, groups: Sequence[tuple[Units, int]], itemsize: int) -> Price | MachineError:
         """The price ``[n]`` of a need; the error if the machine lacks it."""
         overheads = self.machine.overheads
+        self._rest()
         try:
             price = self._price(need, groups, itemsize)
         except MachineError as error:
@@ -256,7 +262,7 @@ class Pricer:
                     machine.codec(work, units.compressor, place, units.counts, units.elements(extents[kind]), sources)
                     for units, kind in groups
                 )
-                return functools.reduce(_added, codecs)
+                return functools.reduce(operator.add, codecs)
 
 
 def _form(message: MessageSpec, dtype: torch.dtype) -> _Form:
@@ -274,11 +280,3 @@ def _sizes(message: MessageSpec) -> _Sizes:
 
 def _total(columns: Iterable[Floats]) -> Floats:
     return functools.reduce(np.add, columns)
-
-
-def _added(one: Price, other: Price) -> Price:
-    """The price of both works, one after the other, in one stage."""
-    keys = {*one.work_s, *other.work_s}
-    none = np.zeros_like(one.alone_s)
-    work: Mapping[Shared, Floats] = {key: one.work_s.get(key, none) + other.work_s.get(key, none) for key in keys}
-    return Price(one.alone_s + other.alone_s, work, one.submit_s + other.submit_s)

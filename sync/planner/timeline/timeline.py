@@ -23,12 +23,10 @@ from ...programs.steps import Level
 from ...traces.model_trace import ModelTrace
 from ..machines.machine import Shared
 from .launches import BucketLaunch, has_no_hook, launches_of, messages_of, phases_of
-from .loads import busiest_rank, computing_of, loads_of, total, unevenness
-from .priced_stages import PricedStage, cost_of, cost_without_hook, need_elsewhere
+from .priced_stages import PricedStage, cost_of, cost_without_hook, imbalance, need_elsewhere
 from .pricing import Pricer
 from .shard_lanes import GatherTasks, ShardLanes
-from .utilisation import Utilisation, utilisation_of
-from .virtual_lanes import Run, Submitted, VirtualLanes
+from .virtual_lanes import Run, Submitted, Utilisation, VirtualLanes, utilisation_of
 
 
 class Origin(NamedTuple):
@@ -141,8 +139,8 @@ class Timeline:
 def timeline(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -> Timeline:
     """The predicted timeline of a training step.
 
-    It is that of the rank with the most work (:func:`~.loads.busiest_rank`). Where other ranks do something alone, as
-    those of another root, their work delays the message, and loads only the links that they share with this rank.
+    It is that of the rank with the most work (:func:`~.priced_stages.imbalance`). Where other ranks do something alone,
+    as those of another root, their work delays the message, and loads only the links that they share with this rank.
 
     Args:
         plan: the plan.
@@ -169,9 +167,8 @@ class _Step:
         priced = iter(pricer.messages(both, plan.span if frontend == Frontend.FSDP else None))
         self._messages = [tuple((spec, next(priced)) for spec in each) for each in specs]
         everything = itertools.chain.from_iterable(self._messages)
-        loads = [loads_of(stages, spec.units[0].plan.root, machine) for spec, stages in everything]
-        all_loads = total([computing_of(trace, machine), *loads])
-        self._rank, self._uneven = busiest_rank(all_loads, machine), unevenness(all_loads)
+        rooted = ((stages, spec.units[0].plan.root) for spec, stages in everything)
+        self._rank, self._uneven = imbalance(rooted, trace, machine)
         self._without_hook, self._phases = has_no_hook(plan, frontend), phases_of(unit.program for unit in plan.units)
         computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         self._lanes = VirtualLanes[PricedStage](

@@ -17,9 +17,9 @@ from ...communication.communicators import Communicators
 from ...planner.machines.curves import CollectiveCurve
 from ...programs.steps import Broadcast, Collective, Gather, Place, Reduce
 from ...resources.stage import Issue
+from .collectives import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 from .fits import APART, CallCost, averaged, curve_of, quietest
 from .session import Session
-from .trains import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
 
 _SHARE_OF_LONGEST = 16  # a call may take this part of a curve's time: a train of every size takes half of it
 _MOMENTS = 2  # moments among which the time of a curve is divided

@@ -1,8 +1,17 @@
-"""The collectives that are measured, their links, and the share of a link that one of them can use."""
+"""The collectives that are measured, in trains, their links, and the share of a link that one of them can use.
+
+A train is the engine's own calls, one after the other without a pause. In a training step messages follow each other,
+and a collective that starts behind another one takes another time than one alone. So some calls follow each other, two
+of them on their way at a time as on a lane. Six of them count, or two long ones. The first two do not: they find the
+link idle. The last one does not either. It is on its way while those that count end, as the third one is when the
+second ends: so as much is sent as they send. The number of those that count is even, because two that share a link end
+together.
+"""
 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -11,14 +20,19 @@ from typing import Any
 import torch
 
 from ...communication.communicators import Communicators
+from ...communication.links import RankConnections
+from ...messages.collectives import bind_collective
+from ...messages.message import DenseMessage
 from ...planner.machines.curves import CollectiveCurve
 from ...programs.lanes import IN_FLIGHT
-from ...programs.rules import Site
+from ...programs.rules import START, Site
+from ...programs.sizes import wire_ratio
 from ...programs.steps import (
     AllGather,
     AllReduce,
     AllToAll,
     Broadcast,
+    Collective,
     Gather,
     Hop,
     Level,
@@ -27,13 +41,19 @@ from ...programs.steps import (
     ReduceScatter,
 )
 from ...programs.topology import Topology
-from ...resources.stage import Issue
-from .session import Session
-from .trains import LONG_CALL_S, TRAIN, calls_of, train
+from ...resources.stage import Issue, Wait
+from .session import Session, Stopwatch
 
 BY_USE = (AllReduce, AllGather, AllToAll, Hop, ReduceScatter, Broadcast, Gather, Reduce)
 """The collectives, those of common programs first."""
 
+TRAIN, LONG_TRAIN = 9, 5
+"""The calls of a train, and those of a train of long calls: three more than count."""
+LONG_CALL_S = 0.02
+"""Calls that take longer have shorter trains."""
+
+_ALIGN = 16
+_MAX_ROOTS = 8
 _SHARING_TURNS = 5  # pairs of trains of a size
 
 
@@ -92,3 +112,79 @@ def _at_once(channels: Collection[Sequence[Issue]], device: torch.device, length
 
     with ThreadPoolExecutor(len(channels)) as pool:
         return list(pool.map(run, channels))
+
+
+# -------------------------------------------------------------------- trains
+
+
+def calls_of(step: Collective, nbytes: int, communicators: Communicators, place: Place, channel: int) -> list[Issue]:
+    """Calls of a collective with ``nbytes`` bytes of data on every rank, to be issued in turns.
+
+    Consecutive calls have different buffers, like those of different messages, and different roots.
+    """
+    link = communicators.link(0, step.level, channel, place)
+    if isinstance(step, AllReduce) and step.level == Level.FLAT and place == Place.DEVICE and channel == 0:
+        return [_average(nbytes, communicators) for _ in range(IN_FLIGHT)]
+    has_root = isinstance(step, Broadcast | Gather | Reduce)
+    roots = range(min(link.ranks, _MAX_ROOTS)) if has_root else [0] * IN_FLIGHT
+    return [_bound(step, nbytes, link, communicators, place, root) for root in roots]
+
+
+def _average(nbytes: int, communicators: Communicators) -> Issue:
+    """The call by which plain gradients are averaged."""
+    grad = communicators.places.zeros((nbytes // 4,), torch.float32, Place.DEVICE)
+    (stage,) = DenseMessage(grad, (), communicators).stages
+    begin = stage.begin
+    assert begin is not None
+
+    def issue() -> Wait:
+        return begin().wait
+
+    return issue
+
+
+def _bound(
+    step: Collective, nbytes: int, link: RankConnections, communicators: Communicators, place: Place, root: int
+) -> Issue:
+    places = communicators.places
+    chunk = max(nbytes // link.ranks // _ALIGN, 1) * _ALIGN
+    match step:
+        case ReduceScatter():
+            sent = places.zeros((1, link.ranks, chunk // 4), torch.float32, place)
+        case Reduce():
+            sent = places.zeros((1, 1, nbytes // 4), torch.float32, place)
+        case AllToAll():
+            sent = places.zeros((1, link.ranks, chunk), torch.uint8, place)
+        case _:
+            sent = places.zeros((1, 1, nbytes), torch.uint8, place)
+
+    def new(shape: Sequence[int]) -> torch.Tensor:
+        return places.zeros(shape, sent.dtype, place)
+
+    return bind_collective(step, sent, link, root, closes=False, dtype=torch.float32, new=new)[1]
+
+
+def wire_nbytes(step: Collective, nbytes: int, topology: Topology) -> float:
+    """The bytes that a rank sends in a call with ``nbytes`` bytes of data."""
+    ranks = topology.size(step.level)
+    chunk = max(nbytes // ranks // _ALIGN, 1) * _ALIGN
+    before = ranks * chunk if isinstance(step, AllToAll | ReduceScatter) else nbytes
+    after = chunk if isinstance(step, ReduceScatter) else nbytes
+    return wire_ratio(step, START, topology).nbytes(before, after)
+
+
+def train(calls: Sequence[Issue], device: torch.device, length: int = TRAIN) -> tuple[float, float, float]:
+    """Seconds and CPU seconds of a call in a train of ``length`` calls, and seconds of the whole train."""
+    watch = Stopwatch(device)
+    waits: deque[Wait] = deque()
+    watch.mark()
+    for index in range(length):
+        if len(waits) == IN_FLIGHT:
+            waits.popleft()()
+            watch.mark()
+        waits.append(calls[index % len(calls)]())
+    for wait in waits:
+        wait()
+        watch.mark()
+    seconds, cores_s = watch.seconds(), watch.cores_s() / length
+    return (seconds[-2] - seconds[IN_FLIGHT]) / (length - IN_FLIGHT - 1), cores_s, seconds[-1]

@@ -16,11 +16,16 @@ import pytest
 from gckernels import Identity
 from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.sync.planner.machines.description import Description
-from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names, profile_to_json
+from gckernels.sync.planner.machines.files import (
+    description_to_json,
+    load_machine,
+    machine_from_text,
+    machine_names,
+    profile_to_json,
+)
 from gckernels.sync.planner.machines.machine import MachineError, Overheads, Shared
 from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.planner.machines.scaling import scaled
-from gckernels.sync.planner.machines.schema import description_to_json
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import Level, Place
 from gckernels.sync.programs.topology import Topology

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from gckernels.sync import Topology
-from gckernels.sync.planner.timeline.roots import spread
+from gckernels.sync.planner.drafts.drafts import spread
 
 TOPOLOGIES = [Topology(1), Topology(4), Topology(1, 4), Topology(2, 8), Topology(3, 2), Topology(4, 6), Topology(8, 8)]
 

@@ -10,15 +10,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 import gckernels
 from gckernels.sync.planner.machines.description import Description
-from gckernels.sync.planner.machines.files import load_machine, machine_from_text, machine_names
+from gckernels.sync.planner.machines.files import description_to_json, load_machine, machine_from_text, machine_names
 from gckernels.sync.planner.machines.machine import Machine, MachineError, Price, Shared
 from gckernels.sync.planner.machines.scaling import FasterCodecs, scaled, sending_bit_per_s
-from gckernels.sync.planner.machines.schema import description_to_json
-from gckernels.sync.predictive.planning import RestingMachine
-from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.planner.timeline.pricing import Pricer, Units
+from gckernels.sync.programs.named import ALLGATHER
+from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import KINDS, Collective, Level, Place
 from gckernels.sync.programs.topology import Topology
 
@@ -202,14 +203,13 @@ def test_work_fits_into_the_time_of_derived_machines(name):
                         assert (work_s <= price.alone_s * other.capacities[shared] * (1 + 1e-9)).all(), (step, level)
 
 
-def test_a_machine_rests_before_every_price():
-    base, rests = described(), []
-    resting = RestingMachine(base, lambda: rests.append(1))
-    codec = StageKind.ENCODE, gckernels.EFSignSGD(), Place.DEVICE, np.ones(4), SIZES, 1
-    assert_same(
-        resting.collective("AllReduce", Level.FLAT, Place.DEVICE, SIZES),
-        base.collective("AllReduce", Level.FLAT, Place.DEVICE, SIZES),
-    )
-    assert_same(resting.codec(*codec), base.codec(*codec))
-    assert_same(resting.copy(Shared.TO_HOST, SIZES), base.copy(Shared.TO_HOST, SIZES))
-    assert len(rests) == 3
+def test_a_pricer_rests_before_every_price():
+    """Its prices are those of one that does not, and so do the pricers of machines like it."""
+    units, rests = [Units.of(gckernels.EFSignSGD(), [[4096]])], []
+    resting = Pricer(described(), rest=lambda: rests.append(1)).on(described())
+    stages = [
+        pricer.stages(MessageKind.ENCODED, ALLGATHER, units, torch.float32) for pricer in (resting, Pricer(described()))
+    ]
+    for one, other in zip(*stages, strict=True):
+        assert_same(one.price, other.price)
+    assert len(rests) == len(stages[0])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gckernels.sync.traces.model_trace import ModelTrace
-from gckernels.sync.traces.shipped_traces import trace_names
+from gckernels.sync.traces.trace_files import trace_names
 from gckernels.sync.traces.traced_tensors import Role, TracedTensor, TraceError
 
 TRACE = ModelTrace(

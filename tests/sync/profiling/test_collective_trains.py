@@ -11,8 +11,8 @@ import pytest
 from gckernels.sync import Topology
 from gckernels.sync.profiling.measurements import collective_trains
 from gckernels.sync.profiling.measurements.collective_trains import CollectiveTrains
+from gckernels.sync.profiling.measurements.collectives import LONG_CALL_S, LONG_TRAIN
 from gckernels.sync.profiling.measurements.session import MeasurementExtent
-from gckernels.sync.profiling.measurements.trains import LONG_CALL_S, LONG_TRAIN
 from gckernels.sync.programs import AllReduce, Broadcast, Place
 from gckernels.sync.programs.steps import Collective
 

@@ -19,12 +19,10 @@ from gckernels.sync.commands.profile import summary
 from gckernels.sync.planner.machines.files import profile_from_json, profile_to_json
 from gckernels.sync.profiling import parts as profile_parts
 from gckernels.sync.profiling.measure import _methods, measure_profile
-from gckernels.sync.profiling.measurements.codecs import cases_of
-from gckernels.sync.profiling.measurements.collectives import levels_of
-from gckernels.sync.profiling.measurements.launches import Case
+from gckernels.sync.profiling.measurements.codecs import Case, cases_of
+from gckernels.sync.profiling.measurements.collectives import levels_of, wire_nbytes
 from gckernels.sync.profiling.measurements.memory import Arena, gradients
 from gckernels.sync.profiling.measurements.session import KI, MeasurementExtent
-from gckernels.sync.profiling.measurements.trains import wire_nbytes
 from gckernels.sync.programs import AllGather, AllReduce, AllToAll, Hop, Level
 from gckernels.sync.programs.stages import StageKind
 from ranks import run_ranks, values_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gckernels.sync.profiling.measurements import trains
+from gckernels.sync.profiling.measurements import collectives
 from gckernels.sync.resources.stage import Issue, Wait
 
 CALL_S = 1.0
@@ -51,10 +51,10 @@ class FairLink:
 
 
 @pytest.mark.parametrize("head_start_s", [0.0, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("length", [trains.LONG_TRAIN, trains.TRAIN])
+@pytest.mark.parametrize("length", [collectives.LONG_TRAIN, collectives.TRAIN])
 def test_a_call_takes_the_time_of_its_bytes(monkeypatch: pytest.MonkeyPatch, head_start_s: float, length: int) -> None:
     link = FairLink(head_start_s)
-    monkeypatch.setattr(trains, "Stopwatch", lambda device: link)
+    monkeypatch.setattr(collectives, "Stopwatch", lambda device: link)
     calls: list[Issue] = [link.issue]
-    call_s, _, _ = trains.train(calls, torch.device("cpu"), length)
+    call_s, _, _ = collectives.train(calls, torch.device("cpu"), length)
     assert call_s == pytest.approx(CALL_S, rel=1e-6)

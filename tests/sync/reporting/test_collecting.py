@@ -9,8 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from gckernels.sync.plans.prediction import Prediction, Source
-from gckernels.sync.reporting.collecting import collected
-from gckernels.sync.reporting.data import ReportData
+from gckernels.sync.reporting.data import ReportData, collected
 from gckernels.sync.reporting.page import render
 from ranks import run_ranks, values_of
 

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from gckernels.sync.predictive import searching
-from gckernels.sync.predictive.background_search import Slices
 from gckernels.sync.predictive.planning import Proposal
+from gckernels.sync.predictive.searching import Slices
 from gckernels.sync.tuning.trials.rules import RECORDED, STEPS, WARMUP
 from gckernels.sync.tuning.trials.trials import TURN
 from models import build

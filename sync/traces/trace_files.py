@@ -1,6 +1,12 @@
-"""Traces as JSON records, and back. Version 1 of the format has everything that a
-:class:`~gckernels.sync.traces.model_trace.ModelTrace` has, and the SHA-256 hash of the rest. Only traces of models of
-FSDP2 have gathers."""
+"""Files of traces: JSON records, traces in the form in which others have published them, and those of the package.
+
+Version 1 of the format has everything that a :class:`~gckernels.sync.traces.model_trace.ModelTrace` has, and the
+SHA-256 hash of the rest. Only traces of models of FSDP2 have gathers.
+
+A published trace has names, sizes, and ready times in microseconds, and neither shapes nor roles nor errors. Roles are
+found from names and sizes. It may have the time of everything in a step that is not backward, forward and optimizer
+together.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,14 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from ..plans.json_files import Entry
 from ..plans.json_records import read_fields
-from .traced_tensors import TracedTensor
+from .traced_tensors import Role, TracedTensor
 
 FORMAT = "gckernels trace"
 VERSION = 1
@@ -21,6 +30,21 @@ _HEAD = ("format", "version")
 _TIMES = ("forward_s", "backward_s", "optimizer_s")
 _KEYS = ("model", "source", *_TIMES, "buckets", "copies_gradients", "gathers", "tensors")
 """The keys of the fields of a trace in the order of files."""
+_PUBLISHED = ("model", "source", "order", "tensors")
+_EMBEDDINGS = ("wte", "wpe")  # how GPT-2's names call its two embeddings
+_FOLDER = "shipped"
+
+
+def trace_names() -> tuple[str, ...]:
+    """The names of the traces that are part of the package, sorted."""
+    return tuple(sorted(shipped_traces()))
+
+
+def shipped_traces() -> dict[str, Traversable]:
+    """The files of these traces, by name."""
+    folder = resources.files(__package__).joinpath(_FOLDER)
+    files = folder.iterdir() if folder.is_dir() else ()
+    return {file.name.removesuffix(".json"): file for file in files if file.name.endswith(".json")}
 
 
 def record_of(fields: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +71,7 @@ def text_of(record: dict[str, Any]) -> str:
 
 
 def fields_of(document: Entry, kind: type[Any]) -> dict[str, Any]:
-    """The fields of the trace in a record.
+    """The fields of the trace in a record of ours, or in a published list of tensors.
 
     Args:
         document: the record.
@@ -56,6 +80,8 @@ def fields_of(document: Entry, kind: type[Any]) -> dict[str, Any]:
     Raises:
         TraceError: the record is not valid.
     """
+    if isinstance(document.value, dict) and "format" not in document.value and "tensors" in document.value:
+        return _published_fields(document)
     if isinstance(document.value, dict):
         _check_version(document)
     found = read_fields(document, kind, head=_HEAD, more=("sha256",))
@@ -135,3 +161,59 @@ def _check_hash(entry: Entry, document: Entry) -> None:
         entry.refuse(
             "the hash of the rest of the file, or left out after an edit by hand", "another one: it has changed"
         )
+
+
+# -------------------------------------------------------------------- published traces
+
+
+def _published_fields(document: Entry) -> dict[str, Any]:
+    """The attributes of the trace in a published list of tensors. Keys that are not known here are allowed.
+
+    Raises:
+        TraceError: the document is not valid.
+    """
+    fields = document.fields(_PUBLISHED, None)
+    source, batch = fields["source"].text(), fields.get("batch_per_gpu")
+    if batch is not None and batch.value is not None:
+        source += f" Batch per GPU: {batch.text()}."
+    tensors = []
+    for entry in fields["tensors"].items():
+        given = entry.fields(("name", "numel", "ready_us"), None)
+        tensors.append(
+            TracedTensor(given["name"].name(), given["numel"].integer(), round(given["ready_us"].number() * 1e-6, 12))
+        )
+    check_order(fields["tensors"], tensors)
+    rest_s = fields["rest_us"].number() * 1e-6 if "rest_us" in fields else 0.0
+    return {
+        "model": fields["model"].text(),
+        "tensors": _with_roles_by_name(tensors),
+        "backward_s": tensors[-1].ready_s,
+        "forward_s": rest_s,
+        "source": source,
+    }
+
+
+def _with_roles_by_name(tensors: Sequence[TracedTensor]) -> tuple[TracedTensor, ...]:
+    """The tensors with the roles that their names and sizes suggest.
+
+    Vectors are biases, and weights with as many elements as the bias beside them, as norms have. Embeddings are called
+    so. The output is the first weight in the order of backward, if nothing but its own bias comes before it: the last
+    layer of a model with tied embeddings has no weight of its own.
+    """
+    sizes = {tensor.name: tensor.numel for tensor in tensors}
+    found = []
+    for tensor in tensors:
+        module, _, last = tensor.name.rpartition(".")
+        words = tensor.name.lower().replace("_", ".").split(".")
+        if last.startswith("bias") or sizes.get(f"{module}.bias") == tensor.numel or tensor.numel < 2:
+            role = Role.VECTOR
+        elif any(word.startswith("embed") or word in _EMBEDDINGS for word in words) or tensor.name == "encoder.weight":
+            role = Role.EMBEDDING
+        else:
+            role = Role.WEIGHT
+        found.append(replace(tensor, role=role))
+    first = next((index for index, tensor in enumerate(found) if tensor.role is Role.WEIGHT), len(found))
+    module = found[first].name.rpartition(".")[0] if first < len(found) else ""
+    if first < len(found) and all(tensor.name.rpartition(".")[0] == module for tensor in found[:first]):
+        found[first] = replace(found[first], role=Role.OUTPUT)
+    return tuple(found)
