@@ -162,7 +162,7 @@ def ranks_s(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -
         for message in messages_of(launch, plan, frontend):
             unit = message.units[0].plan
             layouts = propagate(message.program, Capabilities.of(unit.compressor), topology)
-            for stage in pricer.message(message, launch.dtype):
+            for stage in pricer.messages([(message, launch.dtype)])[0]:
                 spec, price = stage.spec, stage.price
                 ranks = [takes_part(spec, message.program, layouts, topology, rank, unit.root) for rank in
                          range(topology.world_size)]  # fmt: skip

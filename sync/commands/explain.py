@@ -15,13 +15,13 @@ from ..plans.numbers import plural
 from ..plans.plan import Frontend, Plan
 from ..programs.topology import Topology
 from ..traces.model_trace import ModelTrace
+from .common.caveats import Band
 from .common.console import Console
-from .common.error_bars import Band
-from .common.files import MAKE, add_outputs
+from .common.files import MAKE, add_outputs, reading
 from .common.inputs import add_problem, check_pictures, machine_of, plan_of, problem_of, trace_of, with_sizes_of
-from .common.outcome import Outcome, bad_data, refusing, wrong_use
+from .common.outcome import Outcome, bad_data, wrong_use
+from .studies.advice import PlanMemory
 from .studies.explanation import differences, explain, judged, timeline_record
-from .studies.memory import PlanMemory
 from .texts.explanation_text import comparison, text
 from .texts.pictures import draw_timelines
 
@@ -65,7 +65,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         plans = {path: with_sizes_of(problem.trace, each) for path, each in plans.items()}
         plan = plans[given.plan]
     timelines = {path: _timeline(problem, given.machine, path, each) for path, each in plans.items()}
-    with refusing(given.machine, MAKE["machine"], MachineError):
+    with reading(given.machine, "machine", (MachineError,)):
         found = explain(problem, plan, given.messages, given.unit, console.progress)
     band, memory = Band.of(problem), PlanMemory.of(problem, plan)
     lines, record = [text(given.plan, found, band, given.unit)], found.record()
@@ -86,7 +86,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
 def _plan_for(trace: ModelTrace, path: str) -> Plan:
     """The plan in a file, which is refused if it is for another model."""
     plan = plan_of(path)
-    with refusing(path, MAKE["plan"]):
+    with reading(path, "plan", (ValueError,)):
         launches_of(plan, trace, plan.made_for or Frontend.MODULE)
     return plan
 
@@ -96,7 +96,7 @@ def _timeline(problem: Problem, machine: str, path: str, plan: Plan) -> Timeline
     if plan.topology not in (None, problem.topology):
         has = f"{problem.machine.name} has {_ranks(problem.topology)}"
         raise bad_data(f"{path}: the plan is for {_ranks(plan.topology)}, and {has}", MAKE["plan"])
-    with refusing(path, MAKE["plan"]), refusing(machine, MAKE["machine"], MachineError):
+    with reading(path, "plan", (ValueError,)), reading(machine, "machine", (MachineError,)):
         return judged(problem, plan)
 
 

@@ -15,7 +15,7 @@ from ..planner.machines.machine import MachineError
 from ..plans.plan import Frontend, PlanError
 from ..traces.model_trace import ModelTrace
 from .common.console import Console
-from .common.files import MAKE, add_outputs
+from .common.files import add_outputs, reading
 from .common.inputs import (
     accuracy_of,
     add_problem,
@@ -27,10 +27,9 @@ from .common.inputs import (
     why_unusable,
     with_sizes_of,
 )
-from .common.outcome import CommandError, Exit, Outcome, refusing, wrong_use
-from .studies.advice import Advice
+from .common.outcome import CommandError, Exit, Outcome, wrong_use
+from .studies.advice import Advice, step_costs
 from .studies.prediction import predict
-from .studies.step_costs import step_costs
 from .studies.sweeps import sweep_from
 from .texts.pictures import draw_sweeps
 from .texts.plan_text import record, text
@@ -96,10 +95,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     trace = trace_of(given.trace)
     problem, caveats = problem_of(given, trace, machine_of(given.machine), given.weights, _rounds_of(given, trace))
     caveats.check(given.machine)
-    with (
-        refusing(given.trace, MAKE["trace"], PlanError),
-        refusing(given.machine, MAKE["machine"], MachineError),
-    ):
+    with reading(given.trace, "trace", (PlanError,)), reading(given.machine, "machine", (MachineError,)):
         here = Advice.of(problem, _chosen(problem, given.policy))
         steps = step_costs(problem, here.choice)
         elsewhere = None if given.sweep is None else predict(problem, here, sweeps, console.progress)

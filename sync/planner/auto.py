@@ -27,7 +27,7 @@ from .drafts.drafts import Draft, Option, draft_of, draft_of_launches, plan_of, 
 from .drafts.options import all_options, placed, variants
 from .drafts.problem import Problem
 from .machines.machine import DerivedMachine, Floats, Price
-from .search.restructure import after, moved, orders_of
+from .search.restructure import after, orders_of
 from .search.search import Search, messages_of_draft, options_in, with_options
 from .starts import found_plans
 
@@ -137,7 +137,7 @@ def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
     if Place.HOST in problem.places:
         polished.append(_placed(problem, search, polished[0], trials))
     best, rest = min(polished, key=judge), min(max(_REST // len(problem.trace.tensors), _MIN_TRIALS), _MAX_REST)
-    polished.append(_rearranged(problem, search, best, options_in(best), rest))
+    polished.append(_polished(problem, search, best, options_in(best), rest, reorders=True))
     return [plan_of(problem, draft) for draft in polished if math.isfinite(judge(draft))]
 
 
@@ -186,7 +186,9 @@ def _placed(problem: Problem, search: Search, draft: Draft, trials: int) -> Draf
     return _polished(problem, search, better, options_in(better), trials)
 
 
-def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[Option], trials: int) -> Draft:
+def _polished(
+    problem: Problem, search: Search, draft: Draft, options: Iterable[Option], trials: int, *, reorders: bool = False
+) -> Draft:
     """A draft after changes of single messages, and of launches, that the timeline judges to be better.
 
     Args:
@@ -195,35 +197,21 @@ def _polished(problem: Problem, search: Search, draft: Draft, options: Iterable[
         draft: the draft.
         options: the options to try.
         trials: how many drafts the timeline judges, besides those that it has judged before.
-    """
-    judge, changed = _Judge(problem, draft, trials), True
-    while changed and judge.left > 0:
-        changed = False
-        for move in search.neighbours(judge.draft, [*options, *_variants(problem, judge.draft)], judge.left):
-            if judge.left <= 0:
-                break
-            if judge.prefers(moved(judge.draft, [move])):
-                changed = True
-                break
-    return judge.draft
-
-
-def _rearranged(problem: Problem, search: Search, draft: Draft, options: Iterable[Option], trials: int) -> Draft:
-    """A draft after changes of single messages, and of the order of the last launches, all that the timeline judges to
-    be better. The arguments are those of :func:`_polished`.
-
-    Estimates know no difference between most orders, so they are tried in turn with the best of all other changes.
+        reorders: whether the order of the last launches is changed, too. Estimates know no difference between most
+            orders, so they are tried in turn with the best of all other changes. Otherwise a change that is better is
+            followed by the changes of the draft that it leads to.
     """
     judge, changed = _Judge(problem, draft, trials), True
     while changed and judge.left > 0:
         changed, origin = False, judge.draft
-        moves = itertools.zip_longest(
-            orders_of(problem, origin), search.neighbours(origin, [*options, *_variants(problem, origin)], judge.left)
-        )
-        for move in (each for pair in moves for each in pair if each is not None):
+        best = search.neighbours(origin, [*options, *_variants(problem, origin)], judge.left)
+        pairs = itertools.zip_longest(orders_of(problem, origin) if reorders else (), best)
+        for move in (each for pair in pairs for each in pair if each is not None):
             other = after(judge.draft, move, origin)
             if other is not None and judge.prefers(other):
                 changed = True
+                if not reorders:
+                    break
     return judge.draft
 
 

@@ -14,7 +14,7 @@ from ..plans.plan import Plan, PlanError
 from ..plans.prediction import Alternative, Prediction, Source
 from .auto import auto, bound, free_problem
 from .drafts.problem import Found, Policy, Problem, ProblemError
-from .machines.machine import Machine, MachineError
+from .machines.machine import MachineError
 from .policies.baselines import exhaustive, uniform
 from .starts import STARTS, found_by
 from .timeline.timeline import Timeline
@@ -105,7 +105,7 @@ def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = STA
         policy=policy,
         estimated=machine.estimated,
         margin=machine.margin,
-        machine=Source(machine.name, machine_fingerprint(machine)),
+        machine=Source(machine.name, hashlib.sha256(repr(machine).encode()).hexdigest()),
         trace=Source(trace.model, trace.fingerprint()),
         error=chosen.error,
         alternatives=tuple(Alternative(row.policy, row.step_s, row.error) for row in rows if row.policy != policy),
@@ -134,31 +134,22 @@ def policy_of(name: str) -> Policy:
     raise ProblemError(f"policy: must be {', '.join(POLICIES)} or all:COMPRESSOR, got {name!r}")
 
 
-def machine_fingerprint(machine: Machine) -> str:
-    """A hash of everything that a machine says."""
-    return hashlib.sha256(repr(machine).encode()).hexdigest()
-
-
 def _judging(problem: Problem, policy: str) -> Problem:
     """The problem with the machine on which the plan of a policy is judged."""
     return free_problem(problem) if policy == BOUND else problem
 
 
 def _row(problem: Problem, name: str) -> Row:
-    found = _found(problem, name)
+    if name in STARTS:
+        found = found_by(name, problem)
+    else:
+        before_s = sum(each.search_s for each in problem.found.values()) if name == "auto" else 0.0
+        start_s = time.perf_counter()
+        plan = policy_of(name)(problem)
+        found = Found(plan, before_s + time.perf_counter() - start_s)
     judged = _judging(problem, name).timeline(found.plan)
     error = relative_error(found.plan, problem.trace)
     return Row(name, found.plan, judged.step_s, judged.exposed_s, error, found.search_s)
-
-
-def _found(problem: Problem, name: str) -> Found:
-    """The plan of a policy, with the time of its search and of those that it starts from."""
-    if name in STARTS:
-        return found_by(name, problem)
-    before_s = sum(found.search_s for found in problem.found.values()) if name == "auto" else 0.0
-    start_s = time.perf_counter()
-    plan = policy_of(name)(problem)
-    return Found(plan, before_s + time.perf_counter() - start_s)
 
 
 POLICIES: Mapping[str, Policy] = {**STARTS, BOUND: bound, "exhaustive": exhaustive, "auto": auto}

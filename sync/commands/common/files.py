@@ -108,30 +108,36 @@ def source(path: str) -> str:
 
 
 @contextmanager
-def reading(path: str, kind: str) -> Iterator[None]:
-    """A context in which a file is read: its errors name the file and the command that makes a good one. If the file is
-    of another kind, they say of which.
+def reading(
+    path: str, kind: str, errors: tuple[type[Exception], ...] = (OSError, ValueError, RecursionError)
+) -> Iterator[None]:
+    """A context in which a file is read, or its content is used: errors name the file and the command that makes a good
+    one. If the file is of another kind, they say of which.
 
     Args:
         path: the file as the user has named it.
         kind: its kind, a key of :data:`MAKE`.
+        errors: the errors that refuse it.
 
     Raises:
         CommandError: the file cannot be opened (a wrong use), or its content is not valid (bad data).
     """
-    named, refuse = "stdin" if path == STANDARD else path, bad_data
+    named = "stdin" if path == STANDARD else path
     try:
         yield
         return
-    except OSError as error:
-        refuse = wrong_use
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        message = f"{named}: {reason}"
-    except ValueError as error:  # damaged JSON and text are ValueErrors, too
-        refuse = wrong_use if isinstance(error.__cause__, OSError) else bad_data
-        message = str(error) if named in str(error) else f"{named}: {error}"
-    except RecursionError:
-        message = f"{named}: nested too deeply"
+    except errors as error:  # damaged JSON and text are ValueErrors, too
+        refuse = wrong_use if isinstance(error, OSError) or isinstance(error.__cause__, OSError) else bad_data
+        match error:
+            case FileNotFoundError():
+                reason = "there is no such file"
+            case OSError():
+                reason = error.strerror or str(error)
+            case RecursionError():
+                reason = "nested too deeply"
+            case _:
+                reason = str(error)
+        message = reason if named in reason else f"{named}: {reason}"
     found = kind_of(path)
     if found not in (None, kind):
         raise refuse(f"{path}: is a {found}, and a {kind} is expected here", _ORDER)

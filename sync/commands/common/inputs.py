@@ -31,7 +31,7 @@ from ...traces.model_trace import ModelTrace
 from ...traces.trace_files import trace_names
 from .caveats import Caveats
 from .files import MAKE, reading, source
-from .outcome import bad_data, refusing, wrong_use
+from .outcome import bad_data, wrong_use
 
 ACCURACIES = ("exact", "safe", "aggressive")
 
@@ -137,7 +137,7 @@ def problem_of(
     if (sharding := pricer.sharding) is not None and sharding.inside is not None:
         trace = trace.of_shards(sharding.inside)
     places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
-    with refusing(given.trace, MAKE["trace"]):
+    with reading(given.trace, "trace", (ValueError,)):
         allowed = allowed_compressors(trace, accuracy)
         if any(allowed.values()) and not has_prices(machine, Identity()):
             lacking = "it has no good price of Identity, which all plans that compress need for small tensors"

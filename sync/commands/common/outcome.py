@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -79,21 +78,3 @@ def wrong_use(message: object, remedy: str = "") -> CommandError:
 def bad_data(message: object, remedy: str = "") -> CommandError:
     """An error for data that is not good enough: a damaged file, one of something else, a fit with a large error."""
     return CommandError(Exit.BAD_DATA, message, remedy)
-
-
-@contextmanager
-def refusing(path: str, remedy: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """A context in which errors of a kind refuse the content of a file.
-
-    Args:
-        path: the file as the user has named it.
-        remedy: the command that makes a good one.
-        kind: the errors.
-
-    Raises:
-        CommandError: one of them was raised.
-    """
-    try:
-        yield
-    except kind as error:
-        raise bad_data(f"{path}: {error}", remedy) from None

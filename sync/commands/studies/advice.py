@@ -1,21 +1,102 @@
-"""Advice: one honest sentence on whether a plan pays."""
+"""Advice: one honest sentence on whether a plan pays, with the memory that it needs and what its steps cost."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gckernels.codec import Codec
 from gckernels.ops import Identity
 
+from ...frontends.budget import rank_nbytes
 from ...planner.choice import Choice
 from ...planner.drafts.problem import Problem
-from ...plans.numbers import duration, percent, whole_percent
-from ..common.error_bars import Band
-from .memory import PlanMemory
+from ...planner.machines.machine import Shared
+from ...planner.timeline.timeline import timeline
+from ...plans.arguments import sends_differences
+from ...plans.numbers import duration, percent, volume, whole_percent
+from ...plans.plan import Frontend, Plan
+from ...programs.sizes import allreduce_sent_nbytes, unit_sent_nbytes
+from ..common.caveats import Band
 
 DO_NOT = "do not compress"
 NOTHING_EXPOSED = 0.02
 """The part of a step below which communication that backward does not hide is nothing."""
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """The memory of the rank that needs most, without activations and the state of the optimizer, of which a trace says
+    nothing.
+
+    Attributes:
+        model_nbytes: the bytes of weights, gradients and DDP's buckets; where updates are averaged, also of the anchors
+            from which they are measured, and of the updates.
+        plan_nbytes: at most the bytes of residuals and buffers.
+        has_nbytes: the bytes that a rank has; ``None`` if the machine does not say.
+        of_updates: whether updates are averaged, and not gradients.
+    """
+
+    model_nbytes: int
+    plan_nbytes: int
+    has_nbytes: float | None
+    of_updates: bool = False
+
+    @staticmethod
+    def of(problem: Problem, plan: Plan) -> PlanMemory:
+        """The memory for a plan of a problem."""
+        tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
+        nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.step.tensors)
+        if problem.frontend is Frontend.FSDP:
+            nbytes = -(-nbytes // problem.topology.world_size)
+        in_buckets = problem.frontend is Frontend.DDP and problem.trace.copies_gradients
+        dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+        plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
+        if isinstance(plan.weights, Codec) and sends_differences(plan.weights):
+            plan_nbytes += sum(4 * tensor.numel for tensor in tensors)
+        model_nbytes, of_updates = (3 if in_buckets else 2) * nbytes, problem.rounds is not None
+        if of_updates:
+            model_nbytes += 2 * sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+        return PlanMemory(model_nbytes, plan_nbytes, problem.machine.memory_nbytes, of_updates)
+
+    @property
+    def model_fits(self) -> bool:
+        """Whether the model fits with any plan, as far as is known."""
+        return self.has_nbytes is None or self.model_nbytes <= self.has_nbytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits, too."""
+        return self.has_nbytes is None or self.model_nbytes + self.plan_nbytes <= self.has_nbytes
+
+    @property
+    def why_not(self) -> str:
+        """Sentences that say why it does not fit."""
+        assert self.has_nbytes is not None
+        has, model = volume(self.has_nbytes), f"{self._held.capitalize()} take {volume(self.model_nbytes)}"
+        if not self.model_fits:
+            training = "Averaging updates" if self.of_updates else "Data-parallel training"
+            return f"{model} on every rank, and a rank has {has}. {training} needs that with any plan."
+        return f"{model}, residuals and buffers of the plan {volume(self.plan_nbytes)}, and a rank has {has}."
+
+    @property
+    def _held(self) -> str:
+        """The tensors that any plan needs."""
+        return "weights, gradients, anchors and updates" if self.of_updates else "weights and gradients"
+
+    def line(self) -> str:
+        """Sentences for people."""
+        has = "the machine does not say how much it has"
+        if self.has_nbytes is not None:
+            has = f"it has {volume(self.has_nbytes)}"
+        return (
+            f"Memory of a rank: {volume(self.model_nbytes)} for {self._held}, {volume(self.plan_nbytes)} for "
+            f"residuals and buffers; {has}. Activations and the optimizer's state come on top."
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The memory as JSON."""
+        return {"memory": asdict(self) | {"fits": None if self.has_nbytes is None else self.fits}}
 
 
 @dataclass(frozen=True)
@@ -113,3 +194,56 @@ class Advice:
             **self.band.record(),
             **self.memory.record(),
         }
+
+
+# -------------------------------------------------------------------- steps of rounds
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """The cost of a training step, as a mean over the steps of a round.
+
+    Attributes:
+        name: the kind of training.
+        step_s: the predicted seconds of a step.
+        sent_bits: the bits that a rank sends per element and step, as a mean over all ranks.
+    """
+
+    name: str
+    step_s: float
+    sent_bits: float
+
+
+def step_costs(problem: Problem, choice: Choice) -> tuple[StepCost, ...]:
+    """The costs of a step in plain DDP, with exact updates, and with those of a plan; none if gradients are averaged.
+
+    Args:
+        problem: the problem.
+        choice: the plan, and the one that compresses nothing.
+    """
+    if problem.rounds is None:
+        return ()
+    step, every, exact = problem.rounds.step, problem.rounds.every, choice.none
+    numel = sum(tensor.numel for tensor in step.tensors)
+    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in step.tensors)
+    plain_nbytes = allreduce_sent_nbytes(nbytes, problem.topology.world_size)
+    if step.gathers:
+        step = replace(step, buckets=())  # groups of FSDP2 are no buckets of DDP
+    plain_s = timeline(exact.plan, step, problem.pricer, Frontend.DDP).step_s
+    rounds = {"exact updates": exact, "the plan": choice.row}
+    return (
+        StepCost("plain DDP", plain_s, 8 * plain_nbytes / max(numel, 1)),
+        *(
+            StepCost(name, row.step_s / every, 8 * _sent_nbytes(row.plan, problem) / every / max(numel, 1))
+            for name, row in rounds.items()
+        ),
+    )
+
+
+def _sent_nbytes(plan: Plan, problem: Problem) -> float:
+    """The bytes that a rank sends of the updates of a round."""
+    dtypes = {tensor.name: tensor.dtype for tensor in problem.trace.tensors}
+    return sum(
+        unit_sent_nbytes(unit.program, unit.numel, dtypes[unit.parameter], unit.compressor, problem.topology)
+        for unit in plan.units
+    )

@@ -8,11 +8,10 @@ from ...planner.machines.machine import Shared
 from ...planner.timeline.timeline import Timeline
 from ...plans.numbers import duration, percent, three_digits, volume
 from ...plans.plan import Plan
-from ..common.error_bars import Band
+from ..common.caveats import Band
 from ..common.tables import shortened, table
 from ..studies.alternatives import UnitAlternative
-from ..studies.chain import summary
-from ..studies.explanation import Explanation, MessageCost, averaged_s, busiest
+from ..studies.explanation import Explanation, MessageCost, averaged_s, busiest, summary
 
 NAME_WIDTH = 36
 _RESOURCES = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...planner.machines.machine import Shared
 from ...planner.timeline.timeline import TimedStage, Timeline
-from ..common.error_bars import Band
+from ..common.caveats import Band
 from ..studies.prediction import SweepResult
 
 Figure = Any  # matplotlib's, whose types are not needed where it is not installed

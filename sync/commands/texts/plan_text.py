@@ -12,14 +12,11 @@ from ...planner.drafts.problem import Problem
 from ...plans.names import short_spec, summary_of
 from ...plans.numbers import duration, plural, rate, three_digits, volume, whole_percent
 from ...plans.plan import Frontend
-from ..common.caveats import Caveats
-from ..common.error_bars import Band
+from ..common.caveats import Band, Caveats
 from ..common.tables import table
-from ..studies.advice import Advice
+from ..studies.advice import Advice, StepCost
 from ..studies.closed_forms import ClosedFormRow
-from ..studies.crossover import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR
-from ..studies.prediction import Elsewhere, SweepResult
-from ..studies.step_costs import StepCost
+from ..studies.prediction import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR, Elsewhere, SweepResult
 from ..studies.sweeps import software_limit
 
 _FRONTENDS = {

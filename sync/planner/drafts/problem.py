@@ -57,6 +57,8 @@ class Problem:
         weights: encodes the parameters that FSDP2 gathers, under all plans that compress something; ``None`` if they
             are sent as they are.
         rounds: the rounds of a bare module whose updates are averaged; ``None`` if its gradients are.
+        found: the plans that policies have found so far, by name.
+        judged_drafts: the predicted seconds of the drafts that have been judged.
 
     Raises:
         TypeError, ValueError: an argument is not valid; the message names it.
@@ -69,6 +71,13 @@ class Problem:
     places: tuple[Place, ...] = (Place.DEVICE,)
     weights: Codec | None = None
     rounds: UpdateRounds | None = None
+    found: dict[str, Found] = field(default_factory=dict, init=False, repr=False, compare=False)
+    judged_drafts: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    # plans by identity: comparing plans takes as long as judging them
+    _judged: dict[int, tuple[Plan, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _fitted: dict[tuple[int, Compressor | None], Compressor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.frontend, Frontend):
@@ -79,7 +88,8 @@ class Problem:
         if (None if sharding is None else sharding.inside is None) != _SHARDS_ON_ALL.get(self.frontend):
             raise ValueError(f"Problem: the pricer has the shards of another kind of model than {self.frontend.value}")
         _check_trace(self.trace, self.frontend, gathers=sharding is not None and sharding.inside != 1)
-        _check_allowed(self.allowed, {tensor.name for tensor in self.trace.tensors})
+        if unknown := [name for name in self.allowed if name not in {tensor.name for tensor in self.trace.tensors}]:
+            raise ValueError(f"Problem: allowed has {unknown[0]!r}, which the trace has not")
         if Place.DEVICE not in self.places or not set(self.places) <= set(Place):
             raise ValueError(f"Problem: places must be the device, or device and host, got {self.places!r}")
 
@@ -167,10 +177,6 @@ class Problem:
                 known[tensor, compressor] = compressor.fit(traced.shape or (traced.numel,))
         return known[tensor, compressor]
 
-    @functools.cached_property
-    def _fitted(self) -> dict[tuple[int, Compressor | None], Compressor]:
-        return {}
-
     def timeline(self, plan: Plan) -> Timeline:
         """The predicted timeline of a step with a plan."""
         return timeline(plan, self.trace, self.pricer, self.frontend)
@@ -194,21 +200,6 @@ class Problem:
         """
         predicted_s = max(none_s - self.trace.computing_s, none_s * PREDICTED_SHARE)
         return none_s - step_s > self.machine.margin * predicted_s
-
-    @functools.cached_property
-    def found(self) -> dict[str, Found]:
-        """The plans that policies have found so far, by name."""
-        return {}
-
-    @functools.cached_property
-    def judged_drafts(self) -> dict[object, float]:
-        """The predicted seconds of the drafts that have been judged."""
-        return {}
-
-    @functools.cached_property
-    def _judged(self) -> dict[int, tuple[Plan, float]]:
-        """The plans that have been judged, by identity: comparing plans takes as long as judging them."""
-        return {}
 
     def dtype(self, tensor: int) -> torch.dtype:
         """The dtype of a tensor."""
@@ -247,11 +238,3 @@ def _check_trace(trace: ModelTrace, frontend: Frontend, gathers: bool) -> None:
         raise ValueError("Problem: the trace has no buckets, which are DDP's launches; record it from a DDP model")
     if sorted(held) != sorted(names) or not all(trace.buckets):
         raise ValueError("Problem: the buckets of the trace must have each of its tensors once")
-
-
-def _check_allowed(allowed: Mapping[str, tuple[Compressor, ...]], names: set[str]) -> None:
-    for name, methods in allowed.items():
-        if name not in names:
-            raise ValueError(f"Problem: allowed has {name!r}, which the trace has not")
-        if not isinstance(methods, tuple) or not all(isinstance(each, Compressor) for each in methods):
-            raise TypeError(f"Problem: allowed[{name!r}] must be a tuple of compressors, got {methods!r}")

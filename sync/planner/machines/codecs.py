@@ -88,10 +88,3 @@ def _kept(compressor: Compressor) -> float:
     """Bytes of the residual, read and written."""
     traits = compressor.traits
     return 2 * FP32_NBYTES * traits.states if traits.needs_feedback else 0
-
-
-def merging_factor(compressor: Compressor, sources: int) -> float:
-    """The bytes of decoding ``sources`` payloads in one call, relative to those of decoding one."""
-    decodes = (moved_nbytes_per_element(StageKind.DECODE, compressor, each) for each in (sources, 1))
-    several, one = decodes
-    return several / one

@@ -15,7 +15,7 @@ from ...plans.json_files import Entry
 from ...plans.json_records import JsonForm
 from ...programs.stages import StageKind
 from ...programs.steps import Level, Place
-from .codecs import FP32_NBYTES, LAUNCHES, merging_factor, moved_nbytes_per_element
+from .codecs import FP32_NBYTES, LAUNCHES, moved_nbytes_per_element
 from .collectives import Algorithm, algorithms_of
 from .machine import Floats, MachineError, Overheads, Price, Shared
 from .parts import (
@@ -212,5 +212,6 @@ def _published_s(
             return encode_s / compressor.rounds
         case StageKind.RECONSTRUCT:
             return one_s
-    decode_s = fixed_s + (one_s - fixed_s) * merging_factor(compressor, sources)
+    several, one = (moved_nbytes_per_element(StageKind.DECODE, compressor, each) for each in (sources, 1))
+    decode_s = fixed_s + (one_s - fixed_s) * (several / one)
     return decode_s if work == StageKind.DECODE else decode_s + encode_s

@@ -54,17 +54,19 @@ def scaled(
         raise MachineError(f"machines: must be an integer from 1 up, got {machines!r}")
     if machines == machine.topology.machines:
         machines = None
-    if codec_speed is not None:
-        others = scaled(machine, bandwidth_bit_per_s=bandwidth_bit_per_s, machines=machines)
-        return others if codec_speed == 1 else FasterCodecs.of(others, codec_speed)
-    if bandwidth_bit_per_s is None and machines is None:
-        return machine
+    speed, base = 1.0 if codec_speed is None else codec_speed, machine
+    if isinstance(machine, FasterCodecs):  # speeds multiply
+        speed, base = speed * machine.codec_speed, machine.base
+    others = _with_links(base, bandwidth_bit_per_s, machines)
+    return others if speed == 1 else FasterCodecs(others, speed)
+
+
+def _with_links(machine: Machine, bandwidth_bit_per_s: float | None, machines: int | None) -> Machine:
     match machine:
-        case FasterCodecs(base, speed):
-            others = scaled(base, bandwidth_bit_per_s=bandwidth_bit_per_s, machines=machines)
-            return FasterCodecs(others, speed)
+        case _ if bandwidth_bit_per_s is None and machines is None:
+            return machine
         case Replicas(base):
-            return Replicas(scaled(base, bandwidth_bit_per_s=bandwidth_bit_per_s, machines=machines))
+            return Replicas(_with_links(base, bandwidth_bit_per_s, machines))
         case Description():
             return _described(machine, bandwidth_bit_per_s, machines)
     return OtherLinks(machine, bandwidth_bit_per_s, machines)
@@ -131,14 +133,6 @@ class FasterCodecs(DerivedMachine):
         super().__post_init__()
         self.name = f"{self.name}, codecs {self.codec_speed:g} times as fast"
         self.estimated, self.margin = True, max(self.margin, MARGIN)
-
-    @staticmethod
-    def of(base: Machine, codec_speed: float) -> FasterCodecs:
-        """``base`` with faster codecs; speeds multiply."""
-        match base:
-            case FasterCodecs(inner, speed):
-                return FasterCodecs(inner, speed * codec_speed)
-        return FasterCodecs(base, codec_speed)
 
     def codec(
         self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int

@@ -1,7 +1,8 @@
 """Prices of messages: the stages of a message with what each costs on a machine.
 
-:meth:`Pricer.message` prices one message, :meth:`Pricer.table` many messages in many programs at once. Both add up the
-same features of the units: their number, their elements and their bytes (:mod:`gckernels.sync.programs.layouts`).
+:meth:`Pricer.messages` prices messages of a plan, :meth:`Pricer.table` many messages in many programs at once. Both add
+up the same features of the units: their number, their elements and their bytes
+(:mod:`gckernels.sync.programs.layouts`).
 """
 
 from __future__ import annotations
@@ -123,11 +124,6 @@ class Pricer:
     def on(self, machine: Machine) -> Pricer:
         """The same pricer for another machine."""
         return Pricer(machine, self.sharding, self._rest)
-
-    def message(self, message: MessageSpec, dtype: torch.dtype) -> tuple[PricedStage, ...]:
-        """The stages of one message with their prices, as :meth:`messages` returns them."""
-        (stages,) = self.messages([(message, dtype)])
-        return stages
 
     def messages(
         self, messages: Sequence[tuple[MessageSpec, torch.dtype]], span: Span | None = None

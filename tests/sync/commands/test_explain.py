@@ -13,7 +13,7 @@ import pytest
 from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_plan, write_small_trace
 from gckernels.sync import Plan
 from gckernels.sync.accuracy.accuracy import allowed_compressors
-from gckernels.sync.commands.studies.chain import chain_of
+from gckernels.sync.commands.studies.explanation import chain_of
 from gckernels.sync.planner.choice import POLICIES
 from gckernels.sync.planner.drafts.problem import Problem
 from gckernels.sync.planner.machines.files import load_machine

@@ -7,7 +7,7 @@ import pytest
 from command_files import run_json, run_text, small_trace, write_small_trace
 from gckernels.sync import Plan
 from gckernels.sync.commands.common.outcome import CommandError
-from gckernels.sync.commands.studies import crossover, sweeps
+from gckernels.sync.commands.studies import prediction, sweeps
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Shared
 
@@ -52,7 +52,7 @@ def test_enough_is_enough(trace, capsys):
     """A machine with links that are faster by the ratio needs no compression."""
     _, found = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep")
     enough = found["enough"]
-    assert enough["ratio"] > 1 and enough["step_s"] <= crossover.NEAR * enough["least_s"]
+    assert enough["ratio"] > 1 and enough["step_s"] <= prediction.NEAR * enough["least_s"]
     _, faster = run_json(capsys, "plan", trace, "h100-400gbit", *QUICK, "--sweep")
     assert faster["enough"]["ratio"] < enough["ratio"]
 
@@ -98,15 +98,15 @@ def test_a_limit_is_found_with_few_searches():
         searched.append(bandwidth)
         return bandwidth < 3e9
 
-    found = crossover.bandwidth_limit(lambda bandwidth: bandwidth < 1e9 or bandwidth in searched, found_at)
-    assert 1e9 / crossover.EXACT <= found.bandwidth_bit_per_s <= 1e9 * crossover.EXACT**8
+    found = prediction.bandwidth_limit(lambda bandwidth: bandwidth < 1e9 or bandwidth in searched, found_at)
+    assert 1e9 / prediction.EXACT <= found.bandwidth_bit_per_s <= 1e9 * prediction.EXACT**8
     assert len(searched) <= 6
 
 
 @pytest.mark.parametrize(("pays", "always"), [(True, True), (False, False)])
 def test_there_may_be_no_limit(pays, always):
-    found = crossover.bandwidth_limit(lambda bandwidth: pays, lambda bandwidth: pays)
-    assert found == crossover.BandwidthLimit(None, always)
+    found = prediction.bandwidth_limit(lambda bandwidth: pays, lambda bandwidth: pays)
+    assert found == prediction.BandwidthLimit(None, always)
 
 
 def test_values_of_a_range():

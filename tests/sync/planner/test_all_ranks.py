@@ -94,7 +94,7 @@ def cluster_step_s(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Fron
             unit = message.units[0].plan
             layouts = propagate(message.program, Capabilities.of(unit.compressor), topology)
             after = {rank: set(cluster.queues[rank, "thread"]) for rank in cluster.ranks}
-            for number, stage in enumerate(pricer.message(message, launch.dtype)):
+            for number, stage in enumerate(pricer.messages([(message, launch.dtype)])[0]):
                 spec, key = stage.spec, stage.lane(message.channel)
                 part = [
                     rank

@@ -32,7 +32,6 @@ def traced(*numels: int, buckets: tuple[tuple[str, ...], ...] = ()) -> ModelTrac
         ({"trace": traced(4, 4)}, ValueError, "no buckets"),
         ({"trace": traced(4, 4, buckets=(("t0",),))}, ValueError, "each of its tensors once"),
         ({"allowed": {"other": (SIGN,)}}, ValueError, "'other'"),
-        ({"allowed": {"t0": ("EFSignSGD",)}}, TypeError, "tuple of compressors"),
         ({"places": (Place.HOST,)}, ValueError, "places"),
         ({"frontend": "ddp"}, TypeError, "frontend"),
     ],

@@ -133,7 +133,7 @@ def jobs_of(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) -
         messages, ends = messages_of(launch, plan, frontend), []
         for message in messages:
             before = None
-            for priced in pricer.message(message, launch.dtype):
+            for priced in pricer.messages([(message, launch.dtype)])[0]:
                 spec, price = priced.spec, priced.price
                 alone_s, submit_s = float(price.alone_s[0]), price.submit_s
                 if bare:
