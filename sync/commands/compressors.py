@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gckernels
@@ -63,16 +63,13 @@ def record_of(method: gckernels.Compressor) -> dict[str, Any]:
 
 def compressors_table(records: Sequence[Mapping[str, Any]]) -> str:
     """A table of compressors, one line each."""
-    rows = [
-        (
-            each["compressor"],
-            f"{each['nbytes_per_element']:.4f}",
-            "yes" if each["needs_feedback"] else "no",
-            "yes" if each["summable"] else "no",
-        )
-        for each in records
-    ]
-    return table(("compressor", "bytes/element", "feedback", "summable"), rows, left=(0, 2, 3))
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "compressor": lambda each: each["compressor"],
+        "bytes/element": lambda each: f"{each['nbytes_per_element']:.4f}",
+        "feedback": lambda each: "yes" if each["needs_feedback"] else "no",
+        "summable": lambda each: "yes" if each["summable"] else "no",
+    }
+    return table(records, columns, left=(0, 2, 3))
 
 
 def generated_source(method: gckernels.Compressor, *, triton: bool) -> str:

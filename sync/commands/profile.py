@@ -6,13 +6,14 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
 
 from gckernels.ops import Identity
 
+from ..planner.machines.curves import CodecModel, CollectiveCurve
 from ..planner.machines.files import profile_to_json
 from ..planner.machines.machine import MachineError, has_prices
 from ..planner.machines.profile import Profile
@@ -116,33 +117,27 @@ def _topology(machines: int | None, world_size: int) -> tuple[int, int] | None:
 def summary(profile: Profile) -> str:
     """The tables of a profile, for people."""
     stamp, overheads = profile.stamp, profile.overheads
-    collectives = [
-        (
-            str(each),
-            duration(each.curve.latency_s),
-            f"{three_digits(each.curve.nbytes[-1] / each.curve.wall_s[-1] / 1e6)} MB/s",
-            _error(each.curve.error),
-        )
-        for each in profile.collectives
-    ]
-    codecs = [
-        (
-            str(each),
-            f"{three_digits(4e-9 / max(each.coefficients.element_s, 1e-15))} GB/s",
-            f"{three_digits(each.coefficients.unit_s * 1e6)} us",
-            _error(each.error),
-        )
-        for each in profile.codecs
-    ]
+    collectives: dict[str, Callable[[CollectiveCurve], str]] = {
+        "collective": str,
+        "latency": lambda each: duration(each.curve.latency_s),
+        "large": lambda each: f"{three_digits(each.curve.nbytes[-1] / each.curve.wall_s[-1] / 1e6)} MB/s",
+        "error": lambda each: _error(each.error),
+    }
+    codecs: dict[str, Callable[[CodecModel], str]] = {
+        "codec": str,
+        "elements": lambda each: f"{three_digits(4e-9 / max(each.coefficients.element_s, 1e-15))} GB/s",
+        "per unit": lambda each: f"{three_digits(each.coefficients.unit_s * 1e6)} us",
+        "error": lambda each: _error(each.error),
+    }
     sharing = [
         f"one {level.value} collective can use {percent(share)} of its link" for level, share in profile.sharing.items()
     ]
     lines = [
         f"{profile.name}; {stamp.device}; {three_digits(profile.cores)} cores per rank; {stamp.seconds:.0f} s",
         "",
-        table(("collective", "latency", "large", "error"), collectives),
+        table(profile.collectives, collectives),
         "",
-        table(("codec", "elements", "per unit", "error"), codecs),
+        table(profile.codecs, codecs),
         "",
         *sharing,
         f"a stage takes {three_digits(overheads.stage_s * 1e6)} us, a hook {three_digits(overheads.hook_s * 1e6)} us",

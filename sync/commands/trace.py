@@ -8,6 +8,7 @@ import importlib.util
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -115,26 +116,27 @@ def summary(trace: ModelTrace) -> str:
     """Tables of a trace for people: sizes and times; the compressors with their errors."""
     numel = sum(tensor.numel for tensor in trace.tensors)
     nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
-    rows = [
-        ("tensors", f"{plural(len(trace.tensors), 'tensor')}, {numel:,} elements, {volume(nbytes)}"),
-        ("forward", duration(trace.forward_s)),
-        ("backward", duration(trace.backward_s)),
-        ("first gradient ready", duration(trace.tensors[0].ready_s)),
-        ("last gradient ready", duration(trace.tensors[-1].ready_s)),
-        ("optimizer", duration(trace.optimizer_s)),
-        ("buckets", plural(len(trace.buckets), "bucket") if trace.buckets else "none, not a DDP model"),
-        *([("gathers of parameters", str(len(trace.gathers)))] if trace.gathers else []),
-    ]
-    text = table((trace.model, ""), rows, left=(0, 1))
+    rows = {
+        "tensors": f"{plural(len(trace.tensors), 'tensor')}, {numel:,} elements, {volume(nbytes)}",
+        "forward": duration(trace.forward_s),
+        "backward": duration(trace.backward_s),
+        "first gradient ready": duration(trace.tensors[0].ready_s),
+        "last gradient ready": duration(trace.tensors[-1].ready_s),
+        "optimizer": duration(trace.optimizer_s),
+        "buckets": plural(len(trace.buckets), "bucket") if trace.buckets else "none, not a DDP model",
+        **({"gathers of parameters": str(len(trace.gathers))} if trace.gathers else {}),
+    }
+    text = table(rows, {trace.model: str, "": rows.__getitem__}, left=(0, 1))
     errors = measured_errors(trace)
     if errors:
         safe, aggressive = (_counts(trace, accuracy) for accuracy in ("safe", "aggressive"))
-        cells = [
-            (spec, three_digits(error), str(safe[name]), str(aggressive[name]))
-            for spec, error in errors.items()
-            for name in [str(gckernels.from_spec(spec))]
-        ]
-        text += "\n\n" + table(("compressor", "error", "safe for", "aggressive for"), cells)
+        columns: dict[str, Callable[[str], str]] = {
+            "compressor": str,
+            "error": lambda spec: three_digits(errors[spec]),
+            "safe for": lambda spec: str(safe[str(gckernels.from_spec(spec))]),
+            "aggressive for": lambda spec: str(aggressive[str(gckernels.from_spec(spec))]),
+        }
+        text += "\n\n" + table(errors, columns)
     return text
 
 

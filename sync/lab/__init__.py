@@ -11,7 +11,7 @@ This folder needs nothing of the rest of the package, and no torch.
 """
 
 from .cluster import Links, links
-from .link import UNTHROTTLED, checked_rate
+from .link import UNTHROTTLED, LabLink, checked_rate
 from .namespaces import LinksError, enter_own_namespaces, missing, remove_leftovers
 from .network import RATE, Network, in_rank, sent_nbytes
 from .schedule import Event
@@ -20,6 +20,7 @@ __all__ = [
     "RATE",
     "UNTHROTTLED",
     "Event",
+    "LabLink",
     "Links",
     "LinksError",
     "Network",

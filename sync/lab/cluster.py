@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from . import delay_switch
-from .link import LabLink, checked_rate
+from .link import LabLink
 from .namespaces import (
     INTERFACE,
     LinksError,
@@ -40,9 +40,8 @@ probes links in rounds of a round trip, which takes microseconds here, and leave
 class Links:
     """Namespaces of ranks and the links between them; created by :func:`links`.
 
-    :meth:`cut`, :meth:`restore` and :meth:`throttle` can be called at any time, also from other threads while
-    :meth:`run` is on. They name a link by its rank or, as in ``"machine1"``, by its machine. With one rank per machine
-    these are the same links.
+    ``links[1]`` is the link of a rank, ``links["machine1"]`` that of a machine (:class:`LabLink`). With one rank per
+    machine these are the same links. They can be changed at any time, also from other threads while :meth:`run` is on.
 
     Attributes:
         network: the description of the network.
@@ -75,40 +74,14 @@ class Links:
     def switch_pid(self) -> int | None:  # documented with the attributes
         return None if self._delaying is None else self._delaying.pid
 
-    def cut(self, place: int | str) -> None:
-        """Let nothing through a link any more, as if its cable had been pulled.
-
-        Raises:
-            ValueError: there is no such link.
-            LinksError: it cannot be done.
-        """
-        self._link(place).cut()
-
-    def restore(self, place: int | str) -> None:
-        """Undo everything that :meth:`cut` and :meth:`throttle` have done to a link.
-
-        Raises:
-            ValueError: there is no such link.
-            LinksError: it cannot be done.
-        """
-        self._link(place).restore()
-
-    def throttle(self, place: int | str, rate: str) -> None:
-        """Give a link another rate, in both directions.
-
-        Raises:
-            ValueError: there is no such link, or ``rate`` is not a rate.
-            LinksError: it cannot be done.
-        """
-        self._link(place).throttle(checked_rate(rate))
-
-    def sent_nbytes(self, place: int | str) -> int:
-        """Bytes that a rank or a machine has sent over its link so far, as the kernel counts them.
+    def __getitem__(self, place: int | str) -> LabLink:
+        """The link of a rank or a machine.
 
         Raises:
             ValueError: there is no such link.
         """
-        return self._link(place).sent_nbytes()
+        self.network.check_place(place)
+        return self._links[place]
 
     def run(
         self,
@@ -155,7 +128,7 @@ class Links:
                 while events and events[0].at_s <= time.monotonic() - start_s:
                     event = events.popleft()
                     rates = () if event.rate is None else (event.rate,)
-                    getattr(self, event.action)(event.place, *rates)
+                    getattr(self[event.place], event.action)(*rates)
                     announce(event)
                 time.sleep(POLL_S)
         finally:
@@ -165,10 +138,6 @@ class Links:
             for name in self.namespaces:
                 kill_processes(name)  # processes that the ranks have started
         return [process.returncode for process in processes]
-
-    def _link(self, place: int | str) -> LabLink:
-        self.network.check_place(place)
-        return self._links[place]
 
     def _make(self) -> None:
         switches = [self._outer, *self._inner]

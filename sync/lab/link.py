@@ -39,6 +39,8 @@ def _token_bucket(rate: str) -> list[str]:
 class LabLink:
     """A link from a node, which is a rank or a machine, up to the port of a switch.
 
+    Its methods raise a :class:`~gckernels.sync.lab.LinksError` where the link cannot be changed.
+
     Attributes:
         node: namespace of the node.
         interface: its interface in the node's namespace.
@@ -66,7 +68,12 @@ class LabLink:
             run_tool("ip", "-n", where, "link", "set", end, "up")
 
     def throttle(self, rate: str) -> None:
-        """Give the link another rate, in both directions; packets that wait for their turn may be lost."""
+        """Give the link another rate, in both directions; packets that wait for their turn may be lost.
+
+        Raises:
+            ValueError: ``rate`` is not a rate.
+        """
+        checked_rate(rate)
         for where, end in self._ends():
             command, root = ("tc", "-n", where, "qdisc"), ("dev", end, "root")
             if rate != UNTHROTTLED:
@@ -76,7 +83,7 @@ class LabLink:
         self._rate_now = rate
 
     def cut(self) -> None:
-        """Let nothing through, as if somebody had pulled the cable out of the switch."""
+        """Let nothing through any more, as if somebody had pulled the cable out of the switch."""
         # the interface of the node stays up: without it the node would forget its address and its routes
         run_tool("ip", "-n", self.switch, "link", "set", self.port, "down")
 

@@ -19,7 +19,7 @@ class Event:
     Attributes:
         at_s: seconds since the start of the ranks.
         action: ``"cut"``, ``"restore"`` or ``"throttle"``.
-        place: the link, as in :meth:`Links.cut`.
+        place: the link, as in :class:`Links`.
         rate: the new rate, for ``"throttle"`` alone.
 
     Raises:

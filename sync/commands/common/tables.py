@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 GAP = "  "
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+def table(rows: Iterable[T], columns: Mapping[str, Callable[[T], str]], left: Sequence[int] = (0,)) -> str:
     """The lines of a table, its columns aligned.
 
     Args:
-        head: the titles of the columns; the last columns of a row may be missing.
-        rows: the cells.
+        rows: the things in its rows.
+        columns: for the title of each column the text in a row.
         left: the indices of the columns that are aligned at their left; all others are at their right.
     """
-    lines = [head, *rows]
-    widths = [max(len(line[index]) for line in lines if index < len(line)) for index in range(len(head))]
+    lines = [[*columns], *([text(row) for text in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         GAP.join(
             cell.ljust(width) if index in left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=False))
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in lines
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ...planner.machines.machine import Shared
 from ...planner.timeline.timeline import Timeline
@@ -62,31 +62,35 @@ def _phases(found: Timeline) -> str:
 
 def _messages_table(messages: Sequence[MessageCost], step_s: float | None = None) -> str:
     """A table of messages: what each costs and, given the step, how that changes if it is sent in another way."""
-    head = ["launch", "units", "ready", "size", "sent as", "encode", "send", "decode"]
-    rows = []
-    for message in messages:
-        first, *others = message.units
-        cells = [
-            str(message.launch),
-            shortened(first, NAME_WIDTH) + (f" +{len(others)}" if others else ""),
-            duration(message.ready_s),
-            volume(message.nbytes),
-            _sent_as(message),
-            *(duration(seconds) for seconds in (message.encode_s, message.send_s, message.decode_s)),
-        ]
-        rows.append(cells if step_s is None else [*cells, *_changes(message, step_s)])
-    return table(head if step_s is None else [*head, "exactly", "best other way"], rows, left=(1, 4, 9))
+    columns: dict[str, Callable[[MessageCost], str]] = {
+        "launch": lambda each: str(each.launch),
+        "units": lambda each: (
+            shortened(each.units[0], NAME_WIDTH) + (f" +{len(each.units) - 1}" if len(each.units) > 1 else "")
+        ),
+        "ready": lambda each: duration(each.ready_s),
+        "size": lambda each: volume(each.nbytes),
+        "sent as": _sent_as,
+        "encode": lambda each: duration(each.encode_s),
+        "send": lambda each: duration(each.send_s),
+        "decode": lambda each: duration(each.decode_s),
+    }
+    if step_s is not None:
+        columns["exactly"] = lambda each: _exactly(each, step_s)
+        columns["best other way"] = lambda each: _best_other(each, step_s)
+    return table(messages, columns, left=(1, 4, 9))
 
 
-def _changes(message: MessageCost, step_s: float) -> tuple[str, str]:
-    """The changes of the step with the message sent exactly, and in the best other way."""
+def _exactly(message: MessageCost, step_s: float) -> str:
+    """The change of the step with the message sent exactly."""
     exact = [each for each in message.alternatives if each.compressor == "exactly"]
+    return change(exact[0].step_s - step_s) if exact else ""
+
+
+def _best_other(message: MessageCost, step_s: float) -> str:
+    """The change of the step with the message sent in the best other way, and how that is."""
     other = [each for each in message.alternatives if each.compressor != "exactly" and each.allowed]
     best = min(other, key=lambda each: each.step_s, default=None)
-    return (
-        change(exact[0].step_s - step_s) if exact else "",
-        f"{change(best.step_s - step_s)}: {best.compressor}, {best.program}" if best else "",
-    )
+    return f"{change(best.step_s - step_s)}: {best.compressor}, {best.program}" if best else ""
 
 
 def _sent_as(message: MessageCost) -> str:
@@ -105,18 +109,15 @@ def change(seconds: float) -> str:
 
 def _alternatives_table(tried: Sequence[UnitAlternative], step_s: float, band: Band) -> str:
     """A table of other ways to send a unit, the fastest first."""
-    rows = [
-        (
-            each.compressor,
-            each.program,
-            duration(each.step_s),
-            change(each.step_s - step_s),
-            "?" if each.error is None else three_digits(each.error),
-            "" if each.allowed else "not allowed by --accuracy",
-        )
-        for each in sorted(tried, key=lambda each: each.step_s)
-    ]
-    return table(("compressor", "program", band.column, "change", "error", ""), rows, left=(0, 1, 5))
+    columns: dict[str, Callable[[UnitAlternative], str]] = {
+        "compressor": lambda each: each.compressor,
+        "program": lambda each: each.program,
+        band.column: lambda each: duration(each.step_s),
+        "change": lambda each: change(each.step_s - step_s),
+        "error": lambda each: "?" if each.error is None else three_digits(each.error),
+        "": lambda each: "" if each.allowed else "not allowed by --accuracy",
+    }
+    return table(sorted(tried, key=lambda each: each.step_s), columns, left=(0, 1, 5))
 
 
 def _why_not_faster(found: Explanation, band: Band) -> str:
@@ -135,20 +136,21 @@ def _why_not_faster(found: Explanation, band: Band) -> str:
 
 def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan], band: Band) -> str:
     """A table of two plans, and the number of units that they send in different ways."""
-    rows = [
-        (
-            name,
-            duration(found.step_s),
-            duration(found.backward_s),
-            duration(found.exposed_s),
-            str(len({stage.message for stage in found.stages})),
-            f"{_RESOURCES[most[0]]}, {percent(most[1] / averaged_s(found))}" if (most := busiest(found)) else "",
-        )
-        for name, found in timelines.items()
-    ]
+    columns: dict[str, Callable[[str], str]] = {
+        "plan": str,
+        band.column: lambda name: duration(timelines[name].step_s),
+        "backward": lambda name: duration(timelines[name].backward_s),
+        "exposed": lambda name: duration(timelines[name].exposed_s),
+        "messages": lambda name: str(len({stage.message for stage in timelines[name].stages})),
+        "busiest": lambda name: _busiest(timelines[name]),
+    }
     one, other = (plan.by_key for plan in plans.values())
     differing = [key for key in one if one[key] != other.get(key)]
     few = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-    heads = ("plan", band.column, "backward", "exposed", "messages", "busiest")
     differ = f"{len(differing)} of {len(one)} units differ{f': {few}' if few else ''}"
-    return f"{table(heads, rows, left=(0, 5))}\n{differ}"
+    return f"{table(timelines, columns, left=(0, 5))}\n{differ}"
+
+
+def _busiest(found: Timeline) -> str:
+    most = busiest(found)
+    return f"{_RESOURCES[most[0]]}, {percent(most[1] / averaged_s(found))}" if most else ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ...accuracy.accuracy import error_on
-from ...planner.choice import Choice
+from ...planner.choice import Choice, Row
 from ...planner.drafts.problem import Problem
 from ...plans.names import short_spec, summary_of
 from ...plans.numbers import duration, plural, rate, three_digits, volume, whole_percent
@@ -90,33 +90,27 @@ def _policies_table(choice: Choice, band: Band) -> str:
     """A table of all policies: step, speed-up, time that backward does not hide, relative error of the gradients, and
     seconds of the search."""
     none_s = choice.none.step_s
-    rows = [
-        (
-            row.policy,
-            duration(row.step_s),
-            f"{none_s / row.step_s:.2f}" if row.step_s else "",
-            duration(row.exposed_s),
-            "0" if not row.error else three_digits(row.error),
-            duration(row.found_s),
-        )
-        for row in choice.rows
-    ]
-    return table(("policy", band.column, "vs none", "exposed", "error", "found in"), rows)
+    columns: dict[str, Callable[[Row], str]] = {
+        "policy": lambda row: row.policy,
+        band.column: lambda row: duration(row.step_s),
+        "vs none": lambda row: f"{none_s / row.step_s:.2f}" if row.step_s else "",
+        "exposed": lambda row: duration(row.exposed_s),
+        "error": lambda row: "0" if not row.error else three_digits(row.error),
+        "found in": lambda row: duration(row.found_s),
+    }
+    return table(choice.rows, columns)
 
 
 def _steps_table(steps: Sequence[StepCost]) -> str:
     """A table of training steps: time, speed-up, and bits that are sent."""
     plain_s = steps[0].step_s
-    rows = [
-        (
-            step.name,
-            duration(step.step_s),
-            f"{plain_s / step.step_s:.2f}" if step.step_s else "",
-            three_digits(step.sent_bits),
-        )
-        for step in steps
-    ]
-    return table(("training step", "time", "vs DDP", "bits sent per element"), rows)
+    columns: dict[str, Callable[[StepCost], str]] = {
+        "training step": lambda step: step.name,
+        "time": lambda step: duration(step.step_s),
+        "vs DDP": lambda step: f"{plain_s / step.step_s:.2f}" if step.step_s else "",
+        "bits sent per element": lambda step: three_digits(step.sent_bits),
+    }
+    return table(steps, columns)
 
 
 # -------------------------------------------------------------------- elsewhere
@@ -135,17 +129,14 @@ def _elsewhere_lines(problem: Problem, here: Advice, found: Elsewhere) -> list[s
 
 def _sweep_table(result: SweepResult) -> str:
     """A table of a sweep, with a row for each value."""
-    rows = [
-        (
-            result.sweep.axis.label(value),
-            duration(point.choice.none.step_s),
-            duration(point.choice.row.step_s),
-            f"{point.gain:.2f}",
-            point.short,
-        )
-        for value, point in zip(result.sweep.values, result.points, strict=True)
-    ]
-    return table((result.sweep.name, "none", "best", "vs none", "advice"), rows, left=(4,))
+    columns: dict[str, Callable[[tuple[float, Advice]], str]] = {
+        result.sweep.name: lambda row: result.sweep.axis.label(row[0]),
+        "none": lambda row: duration(row[1].choice.none.step_s),
+        "best": lambda row: duration(row[1].choice.row.step_s),
+        "vs none": lambda row: f"{row[1].gain:.2f}",
+        "advice": lambda row: row[1].short,
+    }
+    return table(zip(result.sweep.values, result.points, strict=True), columns, left=(4,))
 
 
 def _limits(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
@@ -169,17 +160,14 @@ def _limits(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
 
 def _closed_forms_table(rows: tuple[ClosedFormRow, ...]) -> str:
     """A table of the closed forms beside the timeline: backward and synchronisation, without forward and optimizer."""
-    cells = [
-        (
-            row.name,
-            duration(row.closed.step_s),
-            duration(row.timeline_s),
-            f"{row.difference * 100:+.0f} %",
-            row.why or "they agree",
-        )
-        for row in rows
-    ]
-    return table(("backward and sync", "closed form", "timeline", "differs", "why"), cells, left=(0, 4))
+    columns: dict[str, Callable[[ClosedFormRow], str]] = {
+        "backward and sync": lambda row: row.name,
+        "closed form": lambda row: duration(row.closed.step_s),
+        "timeline": lambda row: duration(row.timeline_s),
+        "differs": lambda row: f"{row.difference * 100:+.0f} %",
+        "why": lambda row: row.why or "they agree",
+    }
+    return table(rows, columns, left=(0, 4))
 
 
 # -------------------------------------------------------------------- JSON

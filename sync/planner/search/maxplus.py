@@ -21,6 +21,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ..machines.machine import Floats
+from ..timeline.pricing import Ints
 from .rows import BACKWARD, NOWHERE, Gaps, Rows
 
 Choice = list[int]
@@ -155,20 +156,23 @@ class Steps:
 
     def _times_of_several(self, state: Floats, kind: int, ways: Floats) -> Floats:
         """The times on lanes of the options with several chains."""
-        rows, several = self.rows, self.rows.several
-        states = np.repeat(state[None, : rows.size], len(several), axis=0)
-        each = np.arange(len(several))[:, None]
+        states = np.repeat(state[None, : self.rows.size], len(self.rows.several), axis=0)
+        self._pass_chains(states, kind, self.rows.several)
+        states += ways[: self.rows.size]
+        times: Floats = states.max(axis=1)
+        return times
+
+    def _pass_chains(self, states: Floats, kind: int, options: Ints | slice) -> None:
+        """Let states, one for each of some options, pass the chains of these for a kind of items."""
+        rows, each = self.rows, np.arange(len(states))[:, None]
         for chain, of_chain in enumerate(rows.lanes):
-            lanes = of_chain[several]
-            ends = states[each, lanes] - rows.before_s[kind, chain, several]
+            lanes = of_chain[options]
+            ends = states[each, lanes] - rows.before_s[kind, chain, options]
             np.maximum.accumulate(ends, axis=1, out=ends)
-            ends += rows.after_s[kind, chain, several]
+            ends += rows.after_s[kind, chain, options]
             # a lane that a chain needs twice keeps the later time, which is the last in a row
             states[each, lanes] = np.maximum(ends, states[each, lanes])
             states[:, NOWHERE] = _NEVER
-        states += ways[: rows.size]
-        times: Floats = states.max(axis=1)
-        return times
 
     def lazy_times(self, state: State, kind: int, ways: State) -> Floats:
         """The same times, a little longer for options that work more, so that these are worse than their equals."""
@@ -209,15 +213,11 @@ class Steps:
         """``[options]``, the time of a step in which all items have the same option."""
         rows, ends = self.rows, np.array(self.end())
         states = np.repeat(np.array(self.start())[None], rows.lanes.shape[1], axis=0)
-        each = np.arange(len(states))[:, None]
         for item, kind in enumerate(self.kinds):
             states[:, BACKWARD] += self.gaps.seconds[item]
             states[:, self._works] += self.gaps.work_s[item]
             works = np.maximum(states[:, self._works], (states[:, BACKWARD] + rows.first_s[0])[:, None])
-            for chain, lanes in enumerate(rows.lanes):
-                stages = np.maximum.accumulate(states[each, lanes] - rows.before_s[kind, chain], axis=1)
-                states[each, lanes] = np.maximum(stages + rows.after_s[kind, chain], states[each, lanes])
-                states[:, NOWHERE] = _NEVER
+            self._pass_chains(states, kind, slice(None))
             states[:, self._works] = works + rows.work_s[kind]
         times: Floats = (states + ends).max(axis=1)
         return times

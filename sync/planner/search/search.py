@@ -15,7 +15,7 @@ from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option
 from ..drafts.problem import Problem
 from ..machines.machine import Floats
 from .item_rows import Item, RowMaker
-from .maxplus import State, Steps, longest
+from .maxplus import Choice, State, Steps, longest
 from .restructure import Move, disjoint, moved, moves_of
 from .rows import NOWHERE, UNUSABLE_S, Gaps, Rows, undominated
 
@@ -50,6 +50,12 @@ def options_in(draft: Draft) -> tuple[Option, ...]:
     return tuple(dict.fromkeys(message.option for message in messages_of_draft(draft)))
 
 
+def choice_in(draft: Draft, options: Sequence[Option]) -> Choice:
+    """For each message of a draft the number of its option."""
+    number = {option: index for index, option in enumerate(options)}
+    return [number[message.option] for message in messages_of_draft(draft)]
+
+
 class Search:
     """Improves drafts of a problem.
 
@@ -67,9 +73,7 @@ class Search:
     def estimate(self, draft: Draft) -> float:
         """The estimated time of a draft, in seconds from the start of backward."""
         options = options_in(draft)
-        number = {option: index for index, option in enumerate(options)}
-        choice = [number[message.option] for message in messages_of_draft(draft)]
-        return self._steps(draft, options).value(choice)
+        return self._steps(draft, options).value(choice_in(draft, options))
 
     def improved(self, draft: Draft, options: Sequence[Option], sweeps: int = MAX_SWEEPS) -> Draft:
         """A draft in which no message alone would be better off with another one of the options.
@@ -80,10 +84,8 @@ class Search:
             sweeps: the maximum number of sweeps over all messages.
         """
         options = tuple(dict.fromkeys((*options_in(draft), *options)))
-        number = {option: index for index, option in enumerate(options)}
         for _ in range(sweeps):
-            steps = self._steps(draft, options)
-            choice = [number[message.option] for message in messages_of_draft(draft)]
+            steps, choice = self._steps(draft, options), choice_in(draft, options)
             if not steps.sweep(choice):
                 break
             draft = with_options(draft, [options[index] for index in choice])
@@ -108,9 +110,7 @@ class Search:
         """The changes of one message's option, and the moves, at most ``count``: those that are estimated to give the
         fastest drafts, the best first."""
         options = tuple(dict.fromkeys((*options_in(draft), *options)))
-        number = {option: index for index, option in enumerate(options)}
-        steps = self._steps(draft, options)
-        choice = [number[message.option] for message in messages_of_draft(draft)]
+        steps, choice = self._steps(draft, options), choice_in(draft, options)
         ways, state, times = steps.ways(choice), steps.start(), []
         for item, kind in enumerate(steps.kinds):
             state = steps.passed(state, item)
@@ -138,7 +138,6 @@ class Search:
         """The estimated times of drafts, priced together."""
         messages = list(dict.fromkeys(message for draft in drafts for message in messages_of_draft(draft)))
         options = tuple(dict.fromkeys(message.option for message in messages))
-        number = {option: index for index, option in enumerate(options)}
         kinds, first = self._maker.kinds([message.tensors for message in messages])
         kind = dict(zip((message.tensors for message in messages), kinds, strict=True))
         rows = self._rows(tuple(first), options)
@@ -146,7 +145,7 @@ class Search:
         for draft in drafts:
             own = rows.finishing_on(self._maker.lanes.behind(options_in(draft)))
             steps = Steps(own, [kind[message.tensors] for message in messages_of_draft(draft)], self._gaps(draft, rows))
-            times.append(steps.value([number[message.option] for message in messages_of_draft(draft)]))
+            times.append(steps.value(choice_in(draft, options)))
         return times
 
     def products(self, draft: Draft, options: Sequence[Option], below_s: float) -> list[tuple[float, tuple[int, ...]]]:

@@ -26,8 +26,8 @@ from ...programs.stages import StageKind
 from ...programs.steps import Place
 from ...resources.feedback import Feedback
 from ...resources.memory_spaces import Places
-from .memory import Arena
 from .fits import LaunchSample, coefficients_of
+from .memory import Arena
 from .session import Session, Stopwatch
 
 _SETS = 16  # units that are bound at most, for all buffers of a case

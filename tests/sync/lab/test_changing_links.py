@@ -58,7 +58,7 @@ def test_a_training_follows_its_links(folder):
         ranks.start()
         wait_until(lambda: not ranks.is_alive() or len(list(folder.glob("*.ready"))) == 2)
         for machine in (0, 1):
-            made.throttle(machine, "20mbit")
+            made[machine].throttle("20mbit")
         (folder / "go").touch()
         ranks.join()
     assert codes == [0, 0]

@@ -165,7 +165,7 @@ def test_two_levels_have_rates_of_their_own(folder):
 def test_ranks_of_a_machine_do_not_use_its_link(folder, receiver):
     with lab.links(Network(4, ranks_per_machine=2)) as made:
         assert made.run(script(folder, SEND), str(receiver), timeout_s=WAIT_S) == [0, 0, 0, 0]
-        sent = [made.sent_nbytes(place) for place in (0, "machine0")]
+        sent = [made[place].sent_nbytes() for place in (0, "machine0")]
     assert (folder / "received").read_bytes() == DATA
     assert sent[0] > len(DATA)
     assert sent[1] < 10_000 if receiver == 1 else sent[1] > len(DATA)

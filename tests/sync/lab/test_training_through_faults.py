@@ -66,11 +66,11 @@ def test_training_goes_on_with_the_same_bits_when_a_link_is_back(folder, compres
     with lab.links(Network(2, "100mbit")) as made:
 
         def cut_for_five_seconds(go):
-            made.cut(1)
+            made[1].cut()
             go.touch()
             time.sleep(5)
             assert not list(folder.glob("cut.*.bits"))  # the training waits
-            made.restore(1)
+            made[1].restore()
 
         assert train(made, folder, "whole", compressor, WAIT_S, lambda go: go.touch()) == [0, 0]
         assert train(made, folder, "cut", compressor, WAIT_S, cut_for_five_seconds) == [0, 0]
@@ -83,7 +83,7 @@ def test_a_link_that_is_cut_for_good_ends_in_an_exception_on_all_ranks(folder):
     with lab.links(Network(3)) as made:
 
         def cut(go):
-            made.cut(1)
+            made[1].cut()
             go.touch()
 
         assert train(made, folder, "cut", "EFSignSGD", 5, cut) == [3, 3, 3]
