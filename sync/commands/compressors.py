@@ -45,7 +45,10 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     try:
         method = gckernels.from_spec(given.spec)
         if given.triton or given.c:
-            text = generated_source(method, triton=given.triton)
+            if not isinstance(method, MapQuantizer):
+                by_hand = "its kernels and its host path are written by hand"
+                raise wrong_use(f"{method.name} has no generated functions: {by_hand}", _ALL)
+            text = triton_source(method) if given.triton else c_source(method)
             record = {"compressor": given.spec, "language": "triton" if given.triton else "c", "source": text}
             return Outcome(text.removesuffix("\n"), record)
     except (TypeError, ValueError) as error:
@@ -70,15 +73,3 @@ def compressors_table(records: Sequence[Mapping[str, Any]]) -> str:
         "summable": lambda each: "yes" if each["summable"] else "no",
     }
     return table(records, columns, left=(0, 2, 3))
-
-
-def generated_source(method: gckernels.Compressor, *, triton: bool) -> str:
-    """The functions that are generated for a quantiser, in Triton or in C.
-
-    Raises:
-        ValueError: ``method`` is no quantiser.
-        TypeError: one of its functions has no form in that language.
-    """
-    if not isinstance(method, MapQuantizer):
-        raise ValueError(f"{method.name} has no generated functions: its kernels and its host path are written by hand")
-    return triton_source(method) if triton else c_source(method)

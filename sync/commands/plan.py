@@ -27,7 +27,7 @@ from .common.inputs import (
     why_unusable,
     with_sizes_of,
 )
-from .common.outcome import CommandError, Exit, Outcome, wrong_use
+from .common.outcome import Exit, Outcome, wrong_use
 from .studies.advice import Advice, step_costs
 from .studies.prediction import predict
 from .studies.sweeps import sweep_from
@@ -139,15 +139,11 @@ def _chosen(problem: Problem, policy: str) -> Choice:
     try:
         return choose(problem, policy)
     except ProblemError as error:
-        raise _no_plan(problem, policy, error) from None
-
-
-def _no_plan(problem: Problem, policy: str, error: ProblemError) -> CommandError:
-    spec = policy.removeprefix("all:")
-    if spec == policy:
-        return wrong_use(f"--policy {error}", "choose another one, or leave it out for auto")
-    (method,) = methods_of([spec])
-    if (why := why_unusable(method, problem)) is not None:
-        model = problem.trace.model
-        return wrong_use(f"--policy {policy}: no gradient of {model} may use it: {why}", "choose another one")
-    return wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is")
+        spec = policy.removeprefix("all:")
+        if spec == policy:
+            raise wrong_use(f"--policy {error}", "choose another one, or leave it out for auto") from None
+        (method,) = methods_of([spec])
+        if (why := why_unusable(method, problem)) is not None:
+            unusable = f"no gradient of {problem.trace.model} may use it: {why}"
+            raise wrong_use(f"--policy {policy}: {unusable}", "choose another one") from None
+        raise wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is") from None

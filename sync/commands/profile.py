@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -144,16 +144,11 @@ def summary(profile: Profile) -> str:
     ]
     if profile.collectives and profile.codecs:
         lines.append(f"predictions are expected to be off by {percent(profile.margin)}")
-    return "\n".join([*lines, *_left_out(profile.left_out)])
-
-
-def _left_out(parts: Sequence[str]) -> list[str]:
-    """A line for each reason for which parts were left out."""
-    names: dict[str, list[str]] = {}
-    for part in parts:
+    left_out: dict[str, list[str]] = {}  # by the reason
+    for part in profile.left_out:
         name, _, reason = part.rpartition(": ")
-        names.setdefault(reason, []).append(name)
-    return [f"not measured, {reason}: {'; '.join(each)}" for reason, each in names.items()]
+        left_out.setdefault(reason, []).append(name)
+    return "\n".join([*lines, *(f"not measured, {reason}: {'; '.join(each)}" for reason, each in left_out.items())])
 
 
 def _error(error: float | None) -> str:

@@ -30,11 +30,6 @@ def bucket_nbytes(rate: str) -> int:
     return BUCKET_NBYTES + int(bits_per_s / 8 * BUCKET_S)
 
 
-def _token_bucket(rate: str) -> list[str]:
-    """Arguments of ``tc`` for a token bucket of a rate."""
-    return ["tbf", "rate", rate, "burst", str(bucket_nbytes(rate)), "latency", QUEUE]
-
-
 @dataclass(eq=False)
 class LabLink:
     """A link from a node, which is a rank or a machine, up to the port of a switch.
@@ -77,7 +72,8 @@ class LabLink:
         for where, end in self._ends():
             command, root = ("tc", "-n", where, "qdisc"), ("dev", end, "root")
             if rate != UNTHROTTLED:
-                run_tool(*command, "replace", *root, *_token_bucket(rate))
+                bucket = ("tbf", "rate", rate, "burst", str(bucket_nbytes(rate)), "latency", QUEUE)
+                run_tool(*command, "replace", *root, *bucket)
             elif self._rate_now != UNTHROTTLED:
                 run_tool(*command, "delete", *root)
         self._rate_now = rate

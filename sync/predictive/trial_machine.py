@@ -94,12 +94,6 @@ class CodecFit:
         launch_s, byte_s = non_negative_least_squares(columns, np.ones(len(stages))).tolist()
         return CodecFit(launch_s, byte_s)
 
-    @staticmethod
-    def usual(fits: Iterable[CodecFit]) -> CodecFit:
-        """The fit in the middle of several."""
-        found = list(fits)
-        return CodecFit(*(statistics.median(getattr(fit, name) for fit in found) for name in ("launch_s", "byte_s")))
-
 
 @dataclass(frozen=True)
 class TrialMachine:
@@ -189,7 +183,10 @@ class TrialMachine:
 
     @functools.cached_property
     def _usual_codec(self) -> CodecFit:
-        return CodecFit.usual(self.codecs.values())
+        """The fit in the middle of all."""
+        fits = self.codecs.values()
+        launches_s, bytes_s = [fit.launch_s for fit in fits], [fit.byte_s for fit in fits]
+        return CodecFit(statistics.median(launches_s), statistics.median(bytes_s))
 
 
 def _curve(stages: Sequence[StageTime]) -> Curve:

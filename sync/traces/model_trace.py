@@ -59,8 +59,10 @@ class ModelTrace:
 
     def of_shards(self, ranks: int) -> ModelTrace:
         """The trace of the shards that one of ``ranks`` ranks has, with the largest share of each tensor's rows."""
-        shapes = {tensor.name: _shard_shape(tensor, ranks) for tensor in self.tensors}
-        tensors = (replace(each, numel=math.prod(shapes[each.name]), shape=shapes[each.name]) for each in self.tensors)
+        whole = (each.shape or (each.numel,) for each in self.tensors)
+        shapes = ((-(-rows // ranks), *others) for rows, *others in whole)
+        pairs = zip(self.tensors, shapes, strict=True)
+        tensors = (replace(each, numel=math.prod(shape), shape=shape) for each, shape in pairs)
         gathers = (replace(each, frozen_numel=-(-each.frozen_numel // ranks)) for each in self.gathers)
         return replace(self, tensors=tuple(tensors), gathers=tuple(gathers))
 
@@ -154,9 +156,3 @@ class ModelTrace:
         document = parsed(text, file, "trace", TraceError, _REMEDY)
         files = importlib.import_module(".trace_files", __package__)
         return ModelTrace(**files.fields_of(document, ModelTrace))
-
-
-def _shard_shape(tensor: TracedTensor, ranks: int) -> tuple[int, ...]:
-    """The shape of the largest shard of a tensor, along its first dimension."""
-    rows, *others = tensor.shape or (tensor.numel,)
-    return (-(-rows // ranks), *others)

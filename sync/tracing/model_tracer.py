@@ -129,7 +129,10 @@ class ModelTracer:
             if watch is not None and self._averages and self._ranks.group is not None and not self._groups:
                 used = [watch.is_used(parameter) for parameter in self._parameters.values()]
                 averaged = Averaged(self._number, digests(self._parameters.values(), self._ranks.device), used)
-            if not self._is_missed(marks is None) and marks is not None:
+            missed, (group, device) = marks is None, (self._ranks.group, self._ranks.device)
+            if group is not None and self._averages:  # otherwise nobody waits for others
+                (missed,) = on_any_rank(group, device, missed)
+            if not missed and marks is not None:
                 self._marks.append(marks)
                 self._averaged += [] if averaged is None else [averaged]
                 if self._shards is not None:
@@ -198,11 +201,6 @@ class ModelTracer:
         model = self._model()
         rebuilds = isinstance(model, DistributedDataParallel) and will_rebuild_buckets(model)
         return self._warmup <= 0 and not rebuilds and not self.done
-
-    def _is_missed(self, is_missed: bool) -> bool:
-        """Whether a rank has missed the step that ends now. Nobody waits for others if gradients are not averaged."""
-        group, device = self._ranks.group, self._ranks.device
-        return is_missed if group is None or not self._averages else any(on_any_rank(group, device, is_missed))
 
 
 def refuse_unrecordable(model: DistributedDataParallel) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Work
 
 from ..communication.cores import Moment
 from ..frontends.sharded.shard_groups import ShardGroup
-from ..frontends.sharded.stand_ins import ReplicaGroup
+from ..frontends.sharded.stand_ins import ReplicaGroup, ShardComm
 from .watch import Clock, HostClock, Mark
 
 
@@ -88,23 +88,6 @@ class _Arrived(Work):
         return True
 
 
-class _Comm:
-    """A collective of FSDP with something around each call; the protocol is FSDP's."""
-
-    def __init__(self, inner: Any, around: Callable[[Callable[[], Any], torch.Tensor], Any]) -> None:
-        self.inner, self._around = inner, around
-
-    def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        found: torch.Tensor = self.inner.allocate(*arguments, **options)
-        return found
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
-    ) -> Any:
-        tensors = {"output_tensor": output_tensor, "input_tensor": input_tensor, "group": group}
-        return self._around(lambda: self.inner(**tensors, **options), input_tensor)
-
-
 class ShardWatch:
     """The stand-ins of a model, until they are removed.
 
@@ -129,8 +112,10 @@ class ShardWatch:
             self._stand_in(index, group)
 
     def _stand_in(self, index: int, group: ShardGroup) -> None:
-        group.all_gather = _Comm(group.all_gather, lambda call, _: self._gather(index, call))
-        group.reduce_scatter = _Comm(group.reduce_scatter, lambda call, rows: self._reduce(index, call, rows))
+        group.all_gather = ShardComm(group.all_gather, lambda call, _: self._gather(index, call))
+        group.reduce_scatter = ShardComm(
+            group.reduce_scatter, lambda call, given: self._reduce(index, call, given["input_tensor"])
+        )
         if group.is_replicated:
             group.replicas = ReplicaGroup(group.replicas, functools.partial(self._average, index, group.replicas))
 

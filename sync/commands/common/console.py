@@ -6,11 +6,6 @@ import os
 import sys
 
 
-def is_first_rank() -> bool:
-    """Whether this process is rank 0 of torchrun, or no rank at all."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 class Console:
     """The lines of a command on stderr. Ranks other than 0 print nothing.
 
@@ -19,7 +14,7 @@ class Console:
     """
 
     def __init__(self, verb: str) -> None:
-        self.verb, self.speaks = verb, is_first_rank()
+        self.verb, self.speaks = verb, os.environ.get("RANK", "0") == "0"  # torchrun sets it
         self._has_bar = False
 
     def note(self, text: object) -> None:

@@ -56,7 +56,10 @@ def alternatives(
     units = [unit for unit in plan.units if unit.key in keys]
     compressed = [unit for unit in units if not isinstance(unit.compressor, Identity)]
     if any(not unit.in_place for unit in units):
-        yield from _tried(problem, plan, [_exactly(problem, unit) for unit in units], "exactly")
+        program = exact_program(problem.frontend.span())  # in place, or FSDP2's reduction to shards
+        plain = (replace(unit, compressor=Identity(), program=program, feedback=False) for unit in units)
+        exact = [replace(unit, message=None, channel=None) for unit in plain]
+        yield from _tried(problem, plan, exact, "exactly")
     allowed = [unfitted(each) for unit in units for each in problem.allowed.get(unit.parameter, ())]
     for compressor in dict.fromkeys([*allowed, *also]):
         changed = [_with_compressor(problem, unit, compressor) for unit in units]
@@ -88,12 +91,6 @@ def _tried(problem: Problem, plan: Plan, changed: Sequence[UnitPlan], compressor
     errors = [error_on(_traced(problem, unit), unit.compressor) for unit in compressed]
     error = None if None in errors else max((each.value for each in errors if each is not None), default=0.0)
     yield UnitAlternative(compressor, program, step_s, allowed, error)
-
-
-def _exactly(problem: Problem, unit: UnitPlan) -> UnitPlan:
-    """The unit, averaged in place, or reduced to shards by FSDP2."""
-    exact = replace(unit, compressor=Identity(), program=exact_program(problem.frontend.span()), feedback=False)
-    return replace(exact, message=None, channel=None)
 
 
 def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Compressor) -> UnitPlan | None:

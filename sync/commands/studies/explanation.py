@@ -277,14 +277,11 @@ def _cause(stage: TimedStage, stages: Sequence[TimedStage]) -> TimedStage | None
             continue
         if other.message == stage.message:
             return other
-        if other.lane == stage.lane or _shares_order(other, stage):
+        # the link serves collectives one after the other where they have the same priority
+        shares_link = other.spec.resource.does == stage.spec.resource.does == "communicate"
+        if other.lane == stage.lane or shares_link:
             found = other
     return found
-
-
-def _shares_order(one: TimedStage, other: TimedStage) -> bool:
-    """Whether both are collectives, which the link serves one after the other where they have the same priority."""
-    return one.spec.resource.does == other.spec.resource.does == "communicate"
 
 
 def summary(pieces: Sequence[ChainPiece]) -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ nothing with it before. Where it does, the result is awaited at once. On a devic
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -40,7 +40,7 @@ from .gathers import Gathers
 from .machine_levels import MachineLevels
 from .shard_groups import Shard, ShardGroup
 from .sharded_frontend import ShardBucket, ShardedFrontend
-from .stand_ins import AllGatherComm, ReduceScatterComm, factor_of
+from .stand_ins import ShardComm, factor_of
 
 
 class FullyShardedFrontend(ShardedFrontend):
@@ -75,12 +75,17 @@ class FullyShardedFrontend(ShardedFrontend):
         return modules
 
     def _stand_in(self, index: int, group: ShardGroup) -> None:
-        room = functools.partial(weakly(self.room), index)
-        reduce = functools.partial(weakly(self.reduce), index)
-        group.reduce_scatter = ReduceScatterComm(group.reduce_scatter, room, reduce)
-        room = functools.partial(weakly(self.gather_room), index)
-        gather = functools.partial(weakly(self.gather), index)
-        group.all_gather = AllGatherComm(group.all_gather, room, gather)
+        reduce, gather = weakly(self.reduce), weakly(self.gather)
+
+        def reduced(call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+            return None if reduce(index, given["output_tensor"], given["input_tensor"], given["op"]) else call()
+
+        def gathered(call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+            return call() if (work := gather(index, given["output_tensor"], given["group"])) is None else work
+
+        room, gather_room = (functools.partial(weakly(each), index) for each in (self.room, self.gather_room))
+        group.reduce_scatter = ShardComm(group.reduce_scatter, reduced, room)
+        group.all_gather = ShardComm(group.all_gather, gathered, gather_room)
 
     def unregister(self) -> None:
         super().unregister()

@@ -1,14 +1,12 @@
-"""The stand-ins for FSDP2's reduce-scatter and all-gather of one group of parameters, and for its process group of
-replicas."""
+"""The stand-ins for FSDP2's collectives of one group of parameters, and for its process group of replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Work
 
 Room = Callable[[int, torch.dtype], torch.Tensor | None]
 """A function that returns memory for a collective, ``[numel]`` of a dtype; ``None`` for that of FSDP."""
@@ -22,11 +20,19 @@ class ShardComm:
 
     Args:
         inner: FSDP's own.
+        around: called for each collective, with a function that lets ``inner`` do it, and with the arguments by name:
+            ``output_tensor``, ``input_tensor``, ``group``, and ``op`` for reductions. It returns the work for which
+            FSDP waits, or ``None``.
         room: returns the memory of the collective.
     """
 
-    def __init__(self, inner: Any, room: Room) -> None:
-        self.inner, self._room = inner, room
+    def __init__(
+        self,
+        inner: Any,
+        around: Callable[[Callable[[], Any], Mapping[str, Any]], Any],
+        room: Room = lambda numel, dtype: None,
+    ) -> None:
+        self.inner, self._around, self._room = inner, around, room
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         (numel,) = size
@@ -35,60 +41,11 @@ class ShardComm:
         assert room is not None
         return room
 
-
-class ReduceScatterComm(ShardComm):
-    """The stand-in for a reduce-scatter.
-
-    Args:
-        inner, room: as for :class:`ShardComm`.
-        reduce: takes output, input and operation of each reduction. If it returns ``False`` or ``None``, ``inner``
-            reduces.
-    """
-
-    def __init__(
-        self, inner: Any, room: Room, reduce: Callable[[torch.Tensor, torch.Tensor, Any], bool | None]
-    ) -> None:
-        super().__init__(inner, room)
-        self._reduce = reduce
-
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> Any:
-        if self._reduce(output_tensor, input_tensor, op):
-            return None
-        return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op)
-
-
-class AllGatherComm(ShardComm):
-    """The stand-in for an all-gather.
-
-    Args:
-        inner, room: as for :class:`ShardComm`.
-        gather: takes the result and the ranks of each gather, and returns a work; if it returns ``None``, ``inner``
-            gathers.
-    """
-
-    def __init__(
-        self, inner: Any, room: Room, gather: Callable[[torch.Tensor, dist.ProcessGroup], Work | None]
-    ) -> None:
-        super().__init__(inner, room)
-        self._gather = gather
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        if (work := self._gather(output_tensor, group)) is not None:
-            return work
-        return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        given = {"output_tensor": output_tensor, "input_tensor": input_tensor, "group": group, **options}
+        return self._around(lambda: self.inner(**given), given)
 
 
 class ReplicaGroup(dist.ProcessGroup):

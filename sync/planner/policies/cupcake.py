@@ -27,7 +27,7 @@ from .fusion import Groups, best_groups, best_groups_of_any, encode_table
 from .messages import JUDGED, codecs, uniform_draft, usual_options, usual_programs
 
 AFFINE = 0.01
-"""The largest relative deviation at which times count as a constant plus a sum."""
+"""The largest relative deviation at which times count as a constant plus a sum, so that their groups are exact."""
 TOLERANCE = 1e-3
 """As for :func:`~.fusion.best_groups_of_any`."""
 WINDOWS = (1, 8, 64)
@@ -81,7 +81,7 @@ def _searched(problem: Problem) -> list[tuple[Option, Groups]]:
         groups = costs.groups(below_s)
         if groups is not None:
             found = sorted([*found, (option, groups, costs)], key=lambda each: each[1].step_s)[:JUDGED]
-    if found and not found[0][2].is_affine and len(problem.trace.tensors) <= _MAX_EXACT:
+    if found and found[0][2].error > AFFINE and len(problem.trace.tensors) <= _MAX_EXACT:
         option, groups, costs = found[0]
         found[0] = (option, exact_groups(problem, option, costs, groups), costs)
     return [(option, groups) for option, groups, _ in found]
@@ -111,11 +111,6 @@ class FusionCosts:
     send_each_s: Floats
     error: float
     runs: Floats
-
-    @property
-    def is_affine(self) -> bool:
-        """Whether the prices are of this form, so that :meth:`groups` is exact."""
-        return self.error <= AFFINE
 
     @property
     def bound_s(self) -> float:

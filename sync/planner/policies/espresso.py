@@ -141,7 +141,8 @@ def offload(times: Changes, numels: Sequence[int], on_host: dict[int, int], max_
     start = times.choice
 
     def timed(counts: Sequence[int]) -> float:
-        times.choose_all(_moved(start, groups, counts, on_host))
+        for launch, option in enumerate(_moved(start, groups, counts, on_host)):
+            times.choose(launch, option)
         return times.step_s()
 
     if math.prod(len(group) + 1 for group in groups) <= max_traversed:
@@ -221,11 +222,6 @@ class Changes:
             self._choice[item] = option
             del self._before[item + 1 :]
             self._behind_from = max(self._behind_from, item)
-
-    def choose_all(self, choice: Sequence[int]) -> None:
-        """Change the options of all items."""
-        for item, option in enumerate(choice):
-            self.choose(item, option)
 
     def options_s(self, item: int) -> Floats:
         """``[options]``, the time of the step with each option for one item, the others as they are."""

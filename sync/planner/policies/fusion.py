@@ -154,7 +154,8 @@ def best_groups_of_any(
     """
     num = len(backward_s)
     backward_to = np.concatenate([[0.0], backward_s.cumsum()])
-    candidates = [tried] if tried else [_even(num, count) for count in (1, 2, 4, 8, 16, num) if count <= num]
+    even = [tuple(num * (at + 1) // count for at in range(count)) for count in (1, 2, 4, 8, 16, num) if count <= num]
+    candidates = [tried] if tried else even
     start = min((Groups(ends, group_time(backward_s, encode_s, send_s, ends)) for ends in candidates), key=_time)
     # one half of the tolerance is for states that count as equal, the other one for results that are hardly better
     below_s, grain_s = start.step_s * (1.0 - tolerance / 2), tolerance / 2 * start.step_s / num
@@ -232,10 +233,6 @@ class _Front:
         before = np.minimum.accumulate(np.concatenate([[np.inf], ends]))[:-1]
         order = order[ends < before]
         return _Front(encoded_s[order], sent_s[order], origin[order], within[order])
-
-
-def _even(num: int, count: int) -> tuple[int, ...]:
-    return tuple(num * (index + 1) // count for index in range(count))
 
 
 def _time(groups: Groups) -> float:

@@ -221,7 +221,8 @@ class RowMaker:
     ) -> list[Chain | None]:
         """The chain of each option for some messages; ``None`` where the machine lacks a price."""
         # the first units decide the stages, so those that are sent exactly come last
-        methods = sorted(dict.fromkeys(each for message in messages for each in message), key=_is_exact)
+        methods = list(dict.fromkeys(each for message in messages for each in message))
+        methods.sort(key=lambda method: isinstance(method, Identity))
         units = [Units.of(method, [message.get(method, ()) for message in messages]) for method in methods]
         programs = list(dict.fromkeys(option.program for option in options))
         rows = dict(zip(programs, self._problem.pricer.table(family.kind, programs, units, dtype), strict=True))
@@ -233,7 +234,3 @@ class RowMaker:
                     None if isinstance(stages, MachineError) else self.lanes.chain(stages, option, len(messages))
                 )
         return [known[option.program, option.root is None] for option in options]
-
-
-def _is_exact(method: Compressor) -> bool:
-    return isinstance(method, Identity)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -81,20 +80,14 @@ class Rows:
     work_s: Floats
     several: Ints
     size: int
+    _finishing: dict[int, Rows] = field(default_factory=dict, init=False)
+    _paths: dict[int, OptionChain] = field(default_factory=dict, init=False)
 
     def finishing_on(self, lane: int) -> Rows:
         """The rows with the lane that waits for whole launches. Results are kept."""
         if lane not in self._finishing:
             self._finishing[lane] = replace(self, lanes=np.where(self.lanes == FINISH, lane, self.lanes))
         return self._finishing[lane]
-
-    def finishing_on_each(self, lanes: Sequence[int]) -> Rows:
-        """The rows with the lane that waits for whole launches if all items have the same option, for each option."""
-        return replace(self, lanes=np.where(self.lanes == FINISH, np.array(lanes)[:, None], self.lanes))
-
-    @functools.cached_property
-    def _finishing(self) -> dict[int, Rows]:
-        return {}
 
     def path(self, kind: int, option: int) -> OptionChain:
         """The chains of an option for a kind of items, without padding. Results are kept."""
@@ -113,10 +106,6 @@ class Rows:
             found = OptionChain(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
             self._paths[key] = found
         return found
-
-    @functools.cached_property
-    def _paths(self) -> dict[int, OptionChain]:
-        return {}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..machines.machine import Floats
 from .item_rows import Item, RowMaker
 from .maxplus import Choice, State, Steps, longest
 from .restructure import Move, disjoint, moved, moves_of
-from .rows import NOWHERE, UNUSABLE_S, Gaps, Rows, undominated
+from .rows import FINISH, NOWHERE, UNUSABLE_S, Gaps, Rows, undominated
 
 MAX_SWEEPS = 4
 """Sweeps of one improvement, if each of them has changed something."""
@@ -95,7 +95,8 @@ class Search:
         """The best drafts in which all launches are one message with the same option, at most ``count``."""
         draft = tuple((MessageDraft(tuple(launch)),) for launch in launches)
         rows = self._rows(self._first(draft), tuple(options))
-        rows = rows.finishing_on_each([self._maker.lanes.behind([option]) for option in options])
+        behind = np.array([self._maker.lanes.behind([option]) for option in options])[:, None]
+        rows = replace(rows, lanes=np.where(rows.lanes == FINISH, behind, rows.lanes))
         kinds, _ = self._maker.kinds([message.tensors for message in messages_of_draft(draft)])
         times = Steps(rows, kinds, self._gaps(draft, rows)).uniform()
         return [with_options(draft, [options[at]] * len(draft)) for at in np.argsort(times, kind="stable")[:count]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -56,6 +56,8 @@ class Units:
     sizes: Ints
     starts: Ints
     stops: Ints
+    _elements: dict[Extent, Floats] = field(default_factory=dict, init=False)
+    _nbytes: dict[tuple[Extent, int, int], Floats] = field(default_factory=dict, init=False)
 
     @staticmethod
     def of(compressor: Compressor, messages: Sequence[Sequence[int]]) -> Units:
@@ -90,14 +92,6 @@ class Units:
             self._nbytes[key] = self.total([one.nbytes(each, itemsize, self._round_nbytes) for each in self.numels])
         result: Floats = content.pieces * self._nbytes[key]
         return result
-
-    @functools.cached_property
-    def _elements(self) -> dict[Extent, Floats]:
-        return {}
-
-    @functools.cached_property
-    def _nbytes(self) -> dict[tuple[Extent, int, int], Floats]:
-        return {}
 
     @functools.cached_property
     def _round_nbytes(self) -> Callable[[int, int], int]:

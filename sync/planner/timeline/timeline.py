@@ -26,7 +26,7 @@ from .launches import BucketLaunch, has_no_hook, launches_of, messages_of, phase
 from .priced_stages import PricedStage, cost_of, cost_without_hook, imbalance, need_elsewhere
 from .pricing import Pricer
 from .shard_lanes import GatherTasks, ShardLanes
-from .virtual_lanes import Run, Submitted, Utilisation, VirtualLanes, utilisation_of
+from .virtual_lanes import SUBMITTER, Run, Submitted, Utilisation, VirtualLanes, utilisation_of
 
 
 class Origin(NamedTuple):
@@ -114,7 +114,8 @@ class Timeline:
     def backward(self) -> tuple[tuple[float, float], ...]:
         """The parts of backward between launches, each with what submits the launch before it, as starts and ends."""
         first_s, last_s = self.forward_s, self.forward_s + self.backward_s
-        times = [(self.run.times.start_s[task], self.run.times.end_s[task]) for task in self.run.submitter]
+        run = zip(self.run.tasks, self.run.times.start_s, self.run.times.end_s, strict=True)
+        times = [(start_s, end_s) for task, start_s, end_s in run if task.lane == SUBMITTER]
         # sums of times are rounded
         return tuple(
             (start_s, end_s) for start_s, end_s in times if start_s < end_s and first_s < (start_s + end_s) / 2 < last_s
@@ -259,7 +260,9 @@ class _Step:
         for spec, stages in priced:
             tokens.append(self._submit_message(spec, stages, Origin(number, self._sent, spec.keys), after))
             self._sent += 1
-        if priced and not _is_started_at_once([spec for spec, _ in priced]):
+        # the submitting thread starts the only message of a launch, so that no lane waits for its end
+        is_started_at_once = [spec.kind for spec, _ in priced] == [MessageKind.IN_PLACE]
+        if priced and not is_started_at_once:
             lanes.lane(Resource.COMPUTE, self._phases).submit(lambda: None, tokens)
         if shards is not None and shards.blocks and self._without_hook:
             shards.wait_for(tokens)
@@ -289,8 +292,3 @@ class _Step:
             return None
         ranks = tuple((level, topology.index(level, root)) for level in stage.roots.ranks)
         return None if all(topology.index(level, rank) == index for level, index in ranks) else ranks
-
-
-def _is_started_at_once(messages: Sequence[MessageSpec]) -> bool:
-    """Whether the submitting thread starts the only message of a launch, so that no lane waits for its end."""
-    return len(messages) == 1 and messages[0].kind == MessageKind.IN_PLACE

@@ -21,7 +21,8 @@ from .simulator import Need, Shares, SimulatedTask, Times, simulate
 
 S = TypeVar("S", bound=BoundStage)
 
-_SUBMITTER = 0  # the number of the submitting thread's lane
+SUBMITTER = 0
+"""The number of the submitting thread's lane."""
 _RELEASES = 1  # the number of a lane for what happens at a given time
 
 
@@ -69,11 +70,6 @@ class Run:
     def end_s(self) -> float:
         """The time when everything is done, in seconds."""
         return max(self.times.end_s, default=0.0)
-
-    @property
-    def submitter(self) -> list[int]:
-        """The numbers of the submitting thread's tasks, in order."""
-        return [number for number, task in enumerate(self.tasks) if task.lane == _SUBMITTER]
 
 
 class VirtualLanes(Generic[S]):
@@ -136,7 +132,7 @@ class VirtualLanes(Generic[S]):
         return self._last
 
     def _advance(self, need: Need) -> None:
-        self._last = self.add(_SUBMITTER, need, self._after)
+        self._last = self.add(SUBMITTER, need, self._after)
         self._after = ()
 
     # ---------------------------------------------------------------- lanes
@@ -209,7 +205,7 @@ class VirtualLane(Generic[S]):
         lanes, at_once = self._lanes, False
         need, submit_s = lanes.cost(stage)
         lanes.delay(submit_s)
-        if not after or all(lanes.tasks[token].lane == _SUBMITTER for token in after):
+        if not after or all(lanes.tasks[token].lane == SUBMITTER for token in after):
             at_once, after = stage.spec.starts_immediately, (lanes.here(),)
         token = lanes.add(self._number + at_once, need, tuple(after))
         lanes.submitted.append(Submitted(stage, self.key, token, at_once))
