@@ -30,7 +30,7 @@ from bench.lib import cells
 from bench.lib.cells import Cell, Measurement, Row
 from bench.lib.changes import switch_pid
 from gckernels.sync.lab import UNTHROTTLED, Network, checked_rate
-from gckernels.sync.lab.schedule import seconds
+from gckernels.sync.lab.network import seconds
 
 KEY = ("rate", "delay_s")
 PRINTED = ("round_trip_us", "goodput_mbit_per_s", "switch_cores", "allreduce_median_mbit_per_s")

@@ -30,8 +30,7 @@ from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network
 from gckernels.sync.planner.choice import policy_of
 from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.machine import Machine, MachineError
-from gckernels.sync.planner.machines.sharding import Replicas, Sharding
+from gckernels.sync.planner.machines.machine import Machine, MachineError, Replicas, Sharding
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.arguments import as_weights
 from gckernels.sync.plans.plan import Frontend

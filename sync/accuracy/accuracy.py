@@ -212,7 +212,7 @@ def relative_error(plan: Plan, trace: ModelTrace) -> float:
     Raises:
         TraceError: the plan has a tensor that the trace does not have, or a compressor of which no error is known.
     """
-    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    tensors = trace.by_name
     squares = _squared_norms(trace)
     left = 0.0
     for unit in plan.units:

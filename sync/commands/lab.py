@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..lab import UNTHROTTLED, Event, LinksError, Network, enter_own_namespaces, links
-from ..lab.schedule import place_from_text, seconds
+from ..lab.network import place_from_text, seconds
 from .common.console import Console
 from .common.outcome import Exit, Outcome, wrong_use
 

@@ -114,10 +114,8 @@ def _check_script(script: str, is_module: bool) -> None:
 
 def summary(trace: ModelTrace) -> str:
     """Tables of a trace for people: sizes and times; the compressors with their errors."""
-    numel = sum(tensor.numel for tensor in trace.tensors)
-    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
     rows = {
-        "tensors": f"{plural(len(trace.tensors), 'tensor')}, {numel:,} elements, {volume(nbytes)}",
+        "tensors": f"{plural(len(trace.tensors), 'tensor')}, {trace.numel:,} elements, {volume(trace.nbytes)}",
         "forward": duration(trace.forward_s),
         "backward": duration(trace.backward_s),
         "first gradient ready": duration(trace.tensors[0].ready_s),
@@ -145,7 +143,7 @@ def as_record(trace: ModelTrace) -> dict[str, Any]:
     return {
         "model": trace.model,
         "tensors": len(trace.tensors),
-        "numel": sum(tensor.numel for tensor in trace.tensors),
+        "numel": trace.numel,
         "forward_s": trace.forward_s,
         "backward_s": trace.backward_s,
         "last_ready_s": trace.tensors[-1].ready_s,

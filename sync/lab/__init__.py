@@ -13,8 +13,7 @@ This folder needs nothing of the rest of the package, and no torch.
 from .cluster import Links, links
 from .link import UNTHROTTLED, LabLink, checked_rate
 from .namespaces import LinksError, enter_own_namespaces, missing, remove_leftovers
-from .network import RATE, Network, in_rank, sent_nbytes
-from .schedule import Event
+from .network import RATE, Event, Network, in_rank, sent_nbytes
 
 __all__ = [
     "RATE",

@@ -27,8 +27,7 @@ from .namespaces import (
     run_tool,
     terminable,
 )
-from .network import SUBNET, Network
-from .schedule import Event
+from .network import SUBNET, Event, Network
 
 FIRST_PORT = 29500
 POLL_S = 0.05

@@ -23,8 +23,7 @@ from ..communication.agreement import Failure, together
 from ..communication.ranks import Ranks
 from ..planner.choice import Choice, Row, choose
 from ..planner.drafts.problem import Problem
-from ..planner.machines.machine import Machine
-from ..planner.machines.sharding import Sharding
+from ..planner.machines.machine import Machine, Sharding
 from ..planner.starts import STARTS
 from ..planner.timeline.pricing import Pricer
 from ..plans.names import short_spec, summary_of

@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 from ..communication.agreement import Failure, together
 from ..communication.cores import Cores
-from ..planner.machines.machine import Shared
-from ..planner.machines.sharding import Sharding
+from ..planner.machines.machine import Sharding, Shared
 from ..plans.plan import Frontend, Plan
 from ..traces.model_trace import ModelTrace
 from ..tuning.trials.race import Race

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -45,6 +46,21 @@ class ModelTrace:
     source: str = ""
     copies_gradients: bool = False
     gathers: tuple[TracedGather, ...] = ()
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, TracedTensor]:
+        """The gradients by name."""
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of all gradients."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all gradients."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def is_whole_step(self) -> bool:

@@ -66,6 +66,11 @@ class TracedTensor:
     norm: Float | None = None
     errors: Mapping[str, Error] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the gradient."""
+        return self.numel * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class TracedGather:

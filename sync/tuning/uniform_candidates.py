@@ -81,7 +81,7 @@ def candidates(
     """
     usable = (each for each in stage.methods if each != Identity() and (span == MEAN or takes_shards(each)))
     ordered = sorted(usable, key=_payload_nbytes)
-    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    tensors = trace.by_name
     plans: dict[str, Plan] = {}
     for at, method in enumerate(ordered):
         program = default_program(method, world_size, span)

@@ -166,7 +166,7 @@ def slips_of_machine(machine: Machine) -> list[str]:
 
 def slips_of_trace(trace: ModelTrace) -> list[str]:
     """A sentence about the time of backward, if no model of that size has it."""
-    numel = sum(tensor.numel for tensor in trace.tensors)
+    numel = trace.numel
     if trace.backward_s > _LONGEST_BACKWARD_S or (trace.backward_s < _SHORTEST_S and numel >= _LARGE):
         unit = "ready_us is in microseconds, ready_s and backward_s are in seconds"
         return [f"{trace.model}: backward of {numel:,} elements takes {trace.backward_s:g} s; {unit}"]

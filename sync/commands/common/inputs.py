@@ -19,9 +19,8 @@ from ...accuracy.accuracy import allowed_compressors, fitted
 from ...planner.drafts.problem import Problem
 from ...planner.drafts.rounds import UpdateRounds, is_mean
 from ...planner.machines.files import load_machine, machine_names
-from ...planner.machines.machine import Machine, has_prices
+from ...planner.machines.machine import Machine, Replicas, Sharding, has_prices
 from ...planner.machines.profile import Profile
-from ...planner.machines.sharding import Replicas, Sharding
 from ...planner.timeline.pricing import Pricer
 from ...plans.arguments import as_method, as_weights
 from ...plans.names import short_spec

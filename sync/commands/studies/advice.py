@@ -45,18 +45,18 @@ class PlanMemory:
     @staticmethod
     def of(problem: Problem, plan: Plan) -> PlanMemory:
         """The memory for a plan of a problem."""
-        tensors, apart = problem.trace.tensors, problem.machine.computes_on is Shared.DEVICE
-        nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.step.tensors)
+        apart = problem.machine.computes_on is Shared.DEVICE
+        nbytes = problem.step.nbytes
         if problem.frontend is Frontend.FSDP:
             nbytes = -(-nbytes // problem.topology.world_size)
         in_buckets = problem.frontend is Frontend.DDP and problem.trace.copies_gradients
-        dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+        dtypes = {tensor.name: tensor.dtype for tensor in problem.trace.tensors}
         plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
         if isinstance(plan.weights, Codec) and sends_differences(plan.weights):
-            plan_nbytes += sum(4 * tensor.numel for tensor in tensors)
+            plan_nbytes += 4 * problem.trace.numel
         model_nbytes, of_updates = (3 if in_buckets else 2) * nbytes, problem.rounds is not None
         if of_updates:
-            model_nbytes += 2 * sum(tensor.numel * tensor.dtype.itemsize for tensor in tensors)
+            model_nbytes += 2 * problem.trace.nbytes
         return PlanMemory(model_nbytes, plan_nbytes, problem.machine.memory_nbytes, of_updates)
 
     @property
@@ -224,9 +224,7 @@ def step_costs(problem: Problem, choice: Choice) -> tuple[StepCost, ...]:
     if problem.rounds is None:
         return ()
     step, every, exact = problem.rounds.step, problem.rounds.every, choice.none
-    numel = sum(tensor.numel for tensor in step.tensors)
-    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in step.tensors)
-    plain_nbytes = allreduce_sent_nbytes(nbytes, problem.topology.world_size)
+    numel, plain_nbytes = step.numel, allreduce_sent_nbytes(step.nbytes, problem.topology.world_size)
     if step.gathers:
         step = replace(step, buckets=())  # groups of FSDP2 are no buckets of DDP
     plain_s = timeline(exact.plan, step, problem.pricer, Frontend.DDP).step_s

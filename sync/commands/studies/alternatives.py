@@ -18,7 +18,6 @@ from ...plans.plan import Plan, PlanError, UnitPlan
 from ...programs.named import ALLREDUCE, PROGRAMS, exact_program, ring
 from ...programs.sizes import sizes_of
 from ...programs.steps import ProgramError
-from ...traces.traced_tensors import TracedTensor
 
 MAX_RING = 8  # a ring of more ranks has more hops than a message has lanes
 
@@ -57,9 +56,7 @@ def alternatives(
     compressed = [unit for unit in units if not isinstance(unit.compressor, Identity)]
     if any(not unit.in_place for unit in units):
         program = exact_program(problem.frontend.span())  # in place, or FSDP2's reduction to shards
-        plain = (replace(unit, compressor=Identity(), program=program, feedback=False) for unit in units)
-        exact = [replace(unit, message=None, channel=None) for unit in plain]
-        yield from _tried(problem, plan, exact, "exactly")
+        yield from _tried(problem, plan, [unit.exactly(program) for unit in units], "exactly")
     allowed = [unfitted(each) for unit in units for each in problem.allowed.get(unit.parameter, ())]
     for compressor in dict.fromkeys([*allowed, *also]):
         changed = [_with_compressor(problem, unit, compressor) for unit in units]
@@ -80,22 +77,22 @@ def _tried(problem: Problem, plan: Plan, changed: Sequence[UnitPlan], compressor
     units = tuple(by_key.get(unit.key, unit) for unit in plan.units)
     try:
         for unit in changed:
-            sizes_of(unit.program, unit.numel, _traced(problem, unit).dtype, unit.compressor, *where)
+            sizes_of(unit.program, unit.numel, problem.trace.by_name[unit.parameter].dtype, unit.compressor, *where)
         other = replace(plan, units=units, topology=problem.topology)
         step_s = timeline(other, problem.trace, problem.pricer, problem.frontend).step_s
     except (PlanError, ProgramError, MachineError):
         return
     compressed = [unit for unit in changed if not isinstance(unit.compressor, Identity)]
-    allowed = all(problem.may_use(_number(problem, unit.parameter), unfitted(unit.compressor)) for unit in compressed)
+    allowed = all(problem.may_use(problem.numbers[unit.parameter], unfitted(unit.compressor)) for unit in compressed)
     program = program_name(changed[0].program, problem.topology.world_size)
-    errors = [error_on(_traced(problem, unit), unit.compressor) for unit in compressed]
+    errors = [error_on(problem.trace.by_name[unit.parameter], unit.compressor) for unit in compressed]
     error = None if None in errors else max((each.value for each in errors if each is not None), default=0.0)
     yield UnitAlternative(compressor, program, step_s, allowed, error)
 
 
 def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Compressor) -> UnitPlan | None:
     """The unit with another compressor, in its program if that is valid; ``None`` if the unit cannot have it."""
-    traced = _traced(problem, unit)
+    traced = problem.trace.by_name[unit.parameter]
     fit = fitted(compressor, traced)
     if fit is None or (unit.start is not None and not isinstance(fit, Codec)):
         return None
@@ -108,11 +105,3 @@ def _with_compressor(problem: Problem, unit: UnitPlan, compressor: Compressor) -
         changed = replace(unit, compressor=fit, program=program, feedback=fit.traits.needs_feedback)
         return changed if isinstance(fit, Codec) else replace(changed, message=None, channel=None)
     return None
-
-
-def _number(problem: Problem, parameter: str) -> int:
-    return next(index for index, tensor in enumerate(problem.trace.tensors) if tensor.name == parameter)
-
-
-def _traced(problem: Problem, unit: UnitPlan) -> TracedTensor:
-    return problem.trace.tensors[_number(problem, unit.parameter)]

@@ -144,8 +144,8 @@ def closed_form_rows(problem: Problem) -> Iterator[ClosedFormRow]:
     if problem.topology.world_size == 1 or problem.is_sharded or problem.rounds is not None:
         return
     link = ring_of(problem.machine)
-    nbytes = float(sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.trace.tensors))
-    yield _row(problem, "none", sync_sgd(problem.trace.backward_s, nbytes, link), Option())
+    trace = problem.trace
+    yield _row(problem, "none", sync_sgd(trace.backward_s, float(trace.nbytes), link), Option())
     for compressor in problem.compressors:
         try:
             yield _compressed(problem, compressor, link)

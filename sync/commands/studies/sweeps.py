@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ...planner.machines.description import Description
-from ...planner.machines.machine import Machine, Shared
+from ...planner.machines.machine import Machine, Replicas, Shared
 from ...planner.machines.scaling import scaled, sending_bit_per_s
-from ...planner.machines.sharding import Replicas
 from ...plans.numbers import rate
 from ...traces.model_trace import ModelTrace
 from ..common.outcome import wrong_use

@@ -51,14 +51,13 @@ def text(
 def _head(problem: Problem) -> str:
     """A sentence about the inputs."""
     trace, step, topology = problem.trace, problem.step, problem.topology
-    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
     rest = duration(step.forward_s + step.optimizer_s) if step.is_whole_step else "not known"
     averaged = _FRONTENDS[problem.frontend] if problem.rounds is None else "average_updates"
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
     weights = "" if problem.weights is None else f" Parameters are gathered by {short_spec(problem.weights)}."
     return (
         f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
-        f"{volume(nbytes)}, backward {duration(step.backward_s)}, forward and optimizer {rest}. "
+        f"{volume(trace.nbytes)}, backward {duration(step.backward_s)}, forward and optimizer {rest}. "
         f"For {averaged}.{weights}"
     )
 

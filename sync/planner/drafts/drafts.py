@@ -121,14 +121,17 @@ def usual_launches(problem: Problem, max_nbytes: int = USUAL_NBYTES) -> tuple[tu
     launches: list[list[int]] = []
     nbytes = 0
     for number, tensor in enumerate(problem.trace.tensors):
-        size = tensor.numel * tensor.dtype.itemsize
-        fits = nbytes + size <= max_nbytes and tensor.dtype == problem.dtype(launches[-1][-1]) if launches else False
+        fits = (
+            nbytes + tensor.nbytes <= max_nbytes and tensor.dtype == problem.dtype(launches[-1][-1])
+            if launches
+            else False
+        )
         if fits:
             launches[-1].append(number)
         else:
             launches.append([number])
             nbytes = 0
-        nbytes += size
+        nbytes += tensor.nbytes
     return tuple(map(tuple, launches))
 
 
@@ -251,8 +254,7 @@ def draft_of(problem: Problem, plan: Plan) -> Draft:
     Raises:
         PlanError: the plan does not fit the trace.
     """
-    number = {tensor.name: index for index, tensor in enumerate(problem.trace.tensors)}
-    draft = []
+    number, draft = problem.numbers, []
     for launch in launches_of(plan, problem.trace, problem.frontend):
         merged: list[list[MessageSpec]] = []  # messages that have parts of the same tensors
         for message in group_units(launch.units, plan.channels):
@@ -268,7 +270,7 @@ def draft_of(problem: Problem, plan: Plan) -> Draft:
     return tuple(draft)
 
 
-def _whole(launch: BucketLaunch, messages: list[MessageDraft], number: dict[str, int]) -> LaunchDraft:
+def _whole(launch: BucketLaunch, messages: list[MessageDraft], number: Mapping[str, int]) -> LaunchDraft:
     """The messages of a launch with its tensors without elements, which are averaged in place, so in no message."""
     held = {tensor for message in messages for tensor in message.tensors}
     empty = {number[name] for unit in launch.units for name in unit.plan.parameters} - held
@@ -279,7 +281,7 @@ def _whole(launch: BucketLaunch, messages: list[MessageDraft], number: dict[str,
     return MessageDraft(tuple(sorted((*in_place.tensors, *empty)))), *others
 
 
-def _draft_of_message(problem: Problem, messages: list[MessageSpec], number: dict[str, int]) -> MessageDraft:
+def _draft_of_message(problem: Problem, messages: list[MessageSpec], number: Mapping[str, int]) -> MessageDraft:
     units = [unit.plan for message in messages for unit in message.units]
     tensors = tuple(dict.fromkeys(number[name] for unit in units for name in unit.parameters))
     if messages[0].kind == MessageKind.IN_PLACE:

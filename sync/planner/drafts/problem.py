@@ -88,7 +88,7 @@ class Problem:
         if (None if sharding is None else sharding.inside is None) != _SHARDS_ON_ALL.get(self.frontend):
             raise ValueError(f"Problem: the pricer has the shards of another kind of model than {self.frontend.value}")
         _check_trace(self.trace, self.frontend, gathers=sharding is not None and sharding.inside != 1)
-        if unknown := [name for name in self.allowed if name not in {tensor.name for tensor in self.trace.tensors}]:
+        if unknown := [name for name in self.allowed if name not in self.trace.by_name]:
             raise ValueError(f"Problem: allowed has {unknown[0]!r}, which the trace has not")
         if Place.DEVICE not in self.places or not set(self.places) <= set(Place):
             raise ValueError(f"Problem: places must be the device, or device and host, got {self.places!r}")
@@ -114,6 +114,11 @@ class Problem:
         return self.machine.topology
 
     @functools.cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """The numbers of the tensors by name."""
+        return {tensor.name: number for number, tensor in enumerate(self.trace.tensors)}
+
+    @functools.cached_property
     def compressors(self) -> tuple[Compressor, ...]:
         """All compressors that any tensor may use, not fitted to shapes, without repetition."""
         used = (methods for name, methods in self.allowed.items() if name in self._compressible)
@@ -123,8 +128,8 @@ class Problem:
     @functools.cached_property
     def _compressible(self) -> Mapping[str, int]:
         """The tensors that have elements, of a dtype that programs with encodings take: their numbers, by name."""
-        tensors = enumerate(self.trace.tensors)
-        return {tensor.name: number for number, tensor in tensors if tensor.numel and self.encodable(number)}
+        tensors = self.trace.tensors
+        return {name: at for name, at in self.numbers.items() if tensors[at].numel and self.encodable(at)}
 
     @functools.cached_property
     def users(self) -> Mapping[Compressor | None, frozenset[int]]:
@@ -148,8 +153,7 @@ class Problem:
         """The buckets of DDP or FSDP2 as numbers of tensors, first launched first; empty for a bare module."""
         if self.frontend == Frontend.MODULE:
             return ()
-        number = {tensor.name: index for index, tensor in enumerate(self.trace.tensors)}
-        return tuple(tuple(number[name] for name in bucket) for bucket in self.trace.buckets)
+        return tuple(tuple(self.numbers[name] for name in bucket) for bucket in self.trace.buckets)
 
     @property
     def is_sharded(self) -> bool:

@@ -19,8 +19,7 @@ from ...programs.steps import Level, Place
 from ...programs.topology import Topology
 from .collectives import Use, algorithms_of
 from .description import MARGIN, Description
-from .machine import DerivedMachine, Floats, Machine, MachineError, Price, Shared
-from .sharding import Replicas
+from .machine import DerivedMachine, Floats, Machine, MachineError, Price, Replicas, Shared
 
 _SLOPE_NBYTES = np.array([1 << 18, 1 << 20], dtype=np.float64)
 """The sizes between which the seconds per byte of a measured link are taken. Every profile has them."""

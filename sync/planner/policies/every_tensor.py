@@ -38,8 +38,7 @@ def byteps(problem: Problem) -> Plan:
     program = HIERARCHICAL if has_levels(problem.topology) else ALLTOALL
     if Place.HOST in problem.places and problem.machine.computes_on != Shared.CORES:
         program = on_host(program)
-    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in problem.trace.tensors)
-    part_nbytes = max(PART_NBYTES, -(-nbytes // MAX_PARTS))
+    part_nbytes = max(PART_NBYTES, -(-problem.trace.nbytes // MAX_PARTS))
     drafts = (
         tuple(tuple(_cut(problem, each, part_nbytes) for each in launch) for launch in draft)
         for draft in _drafts(problem, program)
@@ -68,6 +67,5 @@ def _cut(problem: Problem, message: MessageDraft, part_nbytes: int) -> MessageDr
     """The message in parts, if it has a single tensor and is not averaged in place."""
     if len(message.tensors) > 1 or message.option.in_place:
         return message
-    tensor = problem.trace.tensors[message.tensors[0]]
-    parts = max(1, -(-tensor.numel * tensor.dtype.itemsize // part_nbytes))
+    parts = max(1, -(-problem.trace.tensors[message.tensors[0]].nbytes // part_nbytes))
     return MessageDraft(message.tensors, Option(message.option.program, message.option.compressor, parts))

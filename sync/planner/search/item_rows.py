@@ -23,8 +23,7 @@ from ..drafts.drafts import MAX_CHANNELS, Option, cut
 from ..drafts.problem import Problem
 from ..machines.machine import Floats, MachineError, Shared
 from ..timeline.pricing import Ints, Units
-from .priced_chains import Chain, NumberedLanes
-from .rows import BACKWARD, FAR_S, NOWHERE, UNUSABLE_S, Gaps, Rows
+from .rows import BACKWARD, FAR_S, NOWHERE, UNUSABLE_S, Chain, Gaps, NumberedLanes, Rows
 
 Item: TypeAlias = tuple[int, ...]
 """The tensors of a message."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -54,7 +54,7 @@ def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[Buck
     Raises:
         PlanError: the plan does not fit the trace, or merges parameters for DDP or FSDP2.
     """
-    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    tensors = trace.by_name
     units = _units_by_tensor(plan, tensors)
     launches: list[BucketLaunch] = []
     ready_s = 0.0
@@ -91,7 +91,7 @@ def has_no_hook(plan: Plan, frontend: Frontend) -> bool:
     return frontend != Frontend.MODULE and not plan.compresses
 
 
-def _units_by_tensor(plan: Plan, tensors: dict[str, TracedTensor]) -> dict[str, list[UnitPlan]]:
+def _units_by_tensor(plan: Plan, tensors: Mapping[str, TracedTensor]) -> dict[str, list[UnitPlan]]:
     """The units of each tensor in the order of its memory.
 
     Raises:
@@ -119,13 +119,13 @@ def _units_by_tensor(plan: Plan, tensors: dict[str, TracedTensor]) -> dict[str, 
     return units
 
 
-def _module(plan: Plan, tensors: dict[str, TracedTensor]) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
+def _module(plan: Plan, tensors: Mapping[str, TracedTensor]) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     return [(bucket.units, bucket.dtype) for bucket in cut_buckets(plan, dtypes, BUCKET_NBYTES)]
 
 
 def _buckets(
-    units: dict[str, list[UnitPlan]], trace: ModelTrace, tensors: dict[str, TracedTensor]
+    units: dict[str, list[UnitPlan]], trace: ModelTrace, tensors: Mapping[str, TracedTensor]
 ) -> list[tuple[tuple[PlacedUnit, ...], torch.dtype]]:
     if merged := [unit.key for each in units.values() for unit in each if unit.also]:
         raise PlanError(

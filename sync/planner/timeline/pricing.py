@@ -28,8 +28,7 @@ from ...programs.spans import GATHER, MEAN, Span
 from ...programs.stages import MessageKind
 from ...programs.steps import Program
 from ...traces.traced_tensors import Role, TracedTensor
-from ..machines.machine import Floats, Machine, MachineError, Price, Shared
-from ..machines.sharding import Sharding
+from ..machines.machine import Floats, Machine, MachineError, Price, Sharding, Shared
 from .priced_stages import PricedStage
 from .stage_templates import Coding, Copying, Need, Sending, templates_of
 

@@ -22,8 +22,7 @@ from ...programs.spans import MEAN
 from ...programs.steps import Place
 from ...traces.model_trace import ModelTrace
 from ...traces.traced_tensors import TracedGather, TracedTensor
-from ..machines.machine import MachineError, Shared
-from ..machines.sharding import Sharding
+from ..machines.machine import MachineError, Sharding, Shared
 from .priced_stages import PricedStage, need_of
 from .pricing import Pricer
 from .simulator import Need
@@ -67,7 +66,7 @@ class ShardLanes:
         plan: Plan,
     ) -> None:
         self._sharding, self._lanes, self._pricer, self._machine = sharding, lanes, pricer, pricer.machine
-        self._tensors = {tensor.name: tensor for tensor in trace.tensors}
+        self._tensors = trace.by_name
         assert plan.weights is None or isinstance(plan.weights, Codec)
         self._weights = plan.weights
         self._ranks = sharding.inside or self._machine.topology.world_size

@@ -96,8 +96,7 @@ def outcome(
     """
     trials = race.trials
     plain_s = trials.median_s(PLAIN)
-    nbytes = sum(tensor.numel * tensor.dtype.itemsize for tensor in trace.tensors)
-    recorded = PlainSteps(max(len(trace.buckets), 1), nbytes, plain_s, race.computing_s or None)
+    recorded = PlainSteps(max(len(trace.buckets), 1), trace.nbytes, plain_s, race.computing_s or None)
     tried = {arm: _tried(race, arm, trace, world_size) for arm in sorted(race.sent_nbytes) if arm != PLAIN}
     winner = tried.pop(trials.winner, None)
     if winner is None:

@@ -36,7 +36,7 @@ def finer(plan: Plan, faults: Iterable[Fault], trace: ModelTrace, accuracy: Accu
         accuracy: the rule.
         world_size: the number of ranks.
     """
-    tensors = {tensor.name: tensor for tensor in trace.tensors}
+    tensors = trace.by_name
     allowed = allowed_compressors(trace, accuracy)
     topology = plan.topology or Topology(world_size)
     errors = {fault.key: fault.error if math.isfinite(fault.error) else 0.0 for fault in faults}

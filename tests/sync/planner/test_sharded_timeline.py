@@ -16,9 +16,8 @@ from gckernels.codec import Codec
 from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.choice import choose
 from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.machine import Machine, Shared
+from gckernels.sync.planner.machines.machine import Machine, Replicas, Sharding, Shared
 from gckernels.sync.planner.machines.scaling import scaled
-from gckernels.sync.planner.machines.sharding import Replicas, Sharding
 from gckernels.sync.planner.timeline.events import timeline_events
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import Timeline, timeline

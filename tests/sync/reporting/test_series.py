@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gckernels.sync.reporting.run_picture import ticks, top_of
+from gckernels.sync.reporting.run_picture import all_series, extremes, thinned, ticks, top_of
 from gckernels.sync.reporting.sections import plain_time, speedup, step_time
-from gckernels.sync.reporting.series import all_series, extremes, thinned
 from reports import example
 
 

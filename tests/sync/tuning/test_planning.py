@@ -15,7 +15,7 @@ from gckernels.sync import Topology
 from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.communication.agreement import Failure, together
 from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.sharding import Sharding
+from gckernels.sync.planner.machines.machine import Sharding
 from gckernels.sync.planner.policies.baselines import uniform
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
