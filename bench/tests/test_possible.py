@@ -9,11 +9,11 @@ import pytest
 import gckernels
 from bench.planner.possible import COMPRESSORS, links_s, problem_of, ranks_s, rows_of
 from gckernels.sync import Plan, Topology, UnitPlan
+from gckernels.sync.planner.choice import STARTS
 from gckernels.sync.planner.machines.description import Description
 from gckernels.sync.planner.machines.files import machine_names
 from gckernels.sync.planner.machines.machine import Overheads, Shared
 from gckernels.sync.planner.machines.parts import Copies, DescribedLink, Gpu, Host
-from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Frontend

@@ -13,7 +13,7 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,7 +29,6 @@ from .drafts.problem import Problem
 from .machines.machine import DerivedMachine, Floats, Price
 from .search.restructure import after, orders_of
 from .search.search import Search, messages_of_draft, options_in, with_options
-from .starts import found_plans
 
 _STARTS, _UNIFORM = 4, 2
 """Plans of other policies from which the search starts, and plans with the same option for all launches."""
@@ -50,13 +49,20 @@ _SHORT = 48
 """Options that are tried again, for plans of many tensors: the best ones if all launches have the same."""
 
 
-def auto(problem: Problem) -> Plan:
+def auto(problem: Problem, starts: Mapping[str, Plan]) -> Plan:
     """The fastest plan that is found, or that of ``none`` unless it saves more than predictions may be wrong by.
 
     So a policy that it starts from has a faster plan only where that saves less.
+
+    Args:
+        problem: the problem.
+        starts: the plans of other policies by name, that of ``none`` among them.
     """
-    with uncollected():
-        return _best(problem)
+    best = min(starts.values(), key=problem.step_s)
+    if problem.topology.world_size > 1:
+        best = min([best, *_searched(problem, list(starts.values()))], key=problem.step_s)
+    exact = starts["none"]
+    return best if problem.is_gain(problem.step_s(best), problem.step_s(exact)) else exact
 
 
 @contextlib.contextmanager
@@ -73,11 +79,6 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def bound(problem: Problem) -> Plan:
-    """The plan of the policy ``bound``: that of ``auto`` for the problem of :func:`free_problem`."""
-    return auto(free_problem(problem))
 
 
 def free_problem(problem: Problem) -> Problem:
@@ -97,15 +98,6 @@ class FreeCodecs(DerivedMachine):
         self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
     ) -> Price:
         return Price(np.zeros_like(elements))
-
-
-def _best(problem: Problem) -> Plan:
-    plans = found_plans(problem)
-    best = min(plans.values(), key=problem.step_s)
-    if problem.topology.world_size > 1:
-        best = min([best, *_searched(problem, list(plans.values()))], key=problem.step_s)
-    exact = plans["none"]
-    return best if problem.is_gain(problem.step_s(best), problem.step_s(exact)) else exact
 
 
 def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:

@@ -1,4 +1,4 @@
-"""Choices: the plan of a policy, judged beside those of all others."""
+"""Choices: all policies by name, and the plan of one, judged beside those of the others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,35 @@ from ..accuracy.accuracy import relative_error
 from ..plans.arguments import as_method
 from ..plans.plan import Plan, PlanError
 from ..plans.prediction import Alternative, Prediction, Source
-from .auto import auto, bound, free_problem
+from ..programs.spans import MEAN
+from .auto import auto, free_problem, uncollected
 from .drafts.problem import Found, Policy, Problem, ProblemError
 from .machines.machine import MachineError
-from .policies.baselines import exhaustive, uniform
-from .starts import STARTS, found_by
+from .policies.baselines import all_, exhaustive, none, threshold, uniform
+from .policies.cupcake import cupcake
+from .policies.espresso import espresso
+from .policies.every_tensor import byteps, hitopkcomm
+from .policies.mergecomp import mergecomp
+from .policies.secopa import secopa
 from .timeline.timeline import Timeline
 
 BOUND = "bound"
+
+STARTS: Mapping[str, Policy] = {
+    "none": none,
+    "all": all_,
+    "threshold": threshold,
+    "secopa": secopa,
+    "mergecomp": mergecomp,
+    "cupcake": cupcake,
+    "espresso": espresso,
+    "byteps": byteps,
+    "hitopkcomm": hitopkcomm,
+}
+"""The policies from whose plans ``auto`` starts."""
+
+_OF_ALL_SPANS = ("none", "all", "threshold")
+"""The policies that are not of systems with data parallelism alone."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +162,7 @@ def _judging(problem: Problem, policy: str) -> Problem:
 
 def _row(problem: Problem, name: str) -> Row:
     if name in STARTS:
-        found = found_by(name, problem)
+        found = _found_by(name, problem)
     else:
         before_s = sum(each.search_s for each in problem.found.values()) if name == "auto" else 0.0
         start_s = time.perf_counter()
@@ -152,5 +173,40 @@ def _row(problem: Problem, name: str) -> Row:
     return Row(name, found.plan, judged.step_s, judged.exposed_s, error, found.search_s)
 
 
-POLICIES: Mapping[str, Policy] = {**STARTS, BOUND: bound, "exhaustive": exhaustive, "auto": auto}
+def _best(problem: Problem) -> Plan:
+    """The plan of the policy ``auto``. A policy that finds no plan, or one without a price, is no start."""
+    starts = {}
+    with uncollected():
+        for name in STARTS:
+            try:
+                plan = _found_by(name, problem).plan
+                problem.step_s(plan)  # the machine may lack a price that the policy has not asked for
+                starts[name] = plan
+            except (MachineError, PlanError, ProblemError):
+                if name == "none":
+                    raise
+        return auto(problem, starts)
+
+
+def _found_by(name: str, problem: Problem) -> Found:
+    """The plan of a policy from which ``auto`` starts. It is kept with the problem.
+
+    Raises:
+        ProblemError: the policy has no plan for the problem.
+    """
+    if problem.frontend.span() != MEAN and name not in _OF_ALL_SPANS:
+        raise ProblemError(f"policy: {name} plans for models whose ranks all get the mean of the gradients")
+    if name not in problem.found:
+        start_s = time.perf_counter()
+        plan = STARTS[name](problem)
+        problem.found[name] = Found(plan, time.perf_counter() - start_s)
+    return problem.found[name]
+
+
+POLICIES: Mapping[str, Policy] = {
+    **STARTS,
+    BOUND: lambda problem: _best(free_problem(problem)),
+    "exhaustive": exhaustive,
+    "auto": _best,
+}
 """All policies, by name."""

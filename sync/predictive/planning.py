@@ -21,10 +21,9 @@ from gckernels.compressor import from_spec
 from ..accuracy.accuracy import allowed_compressors, unfitted
 from ..communication.agreement import Failure, together
 from ..communication.ranks import Ranks
-from ..planner.choice import Choice, Row, choose
+from ..planner.choice import STARTS, Choice, Row, choose
 from ..planner.drafts.problem import Problem
 from ..planner.machines.machine import Machine, Sharding
-from ..planner.starts import STARTS
 from ..planner.timeline.pricing import Pricer
 from ..plans.names import short_spec, summary_of
 from ..plans.numbers import duration, plural, three_digits

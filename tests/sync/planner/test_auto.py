@@ -12,14 +12,13 @@ import pytest
 import gckernels
 from gckernels.sync import Topology
 from gckernels.sync.planner.auto import free_problem, uncollected
-from gckernels.sync.planner.choice import POLICIES
+from gckernels.sync.planner.choice import POLICIES, STARTS
 from gckernels.sync.planner.drafts.drafts import Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from gckernels.sync.planner.drafts.options import all_options, variants
 from gckernels.sync.planner.drafts.problem import PREDICTED_SHARE, Problem, ProblemError
 from gckernels.sync.planner.machines.files import load_machine
 from gckernels.sync.planner.machines.machine import Overheads
 from gckernels.sync.planner.search.search import Search, with_options
-from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.launches import phases_of
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from test_auto import random_problem
 
-from gckernels.sync.planner.choice import choose
+from gckernels.sync.planner.choice import STARTS, choose
 from gckernels.sync.planner.drafts.problem import ProblemError
-from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.plans.plan import Frontend, Plan
 
 

@@ -10,9 +10,8 @@ import torch
 
 from gckernels.sync import Topology
 from gckernels.sync.accuracy.accuracy import allowed_compressors
-from gckernels.sync.planner.choice import choose
+from gckernels.sync.planner.choice import STARTS, choose
 from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.starts import STARTS
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import ModelTrace
