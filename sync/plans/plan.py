@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import heapq
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from gckernels.compressor import Compressor, from_json
 from ..programs.named import ALLTOALL, SHARDS, exact_program
 from ..programs.spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
 from ..programs.steps import Broadcast
-from ..programs.topology import Topology
+from ..programs.topology import Topology, balanced
 from .arguments import GATHERED_BY, differentiable
 from .checks import contradictions, fitted_units, misfits
 from .json_files import Entry, bytes_of, document, parsed, write_whole
@@ -175,12 +174,10 @@ class Plan:
         From the largest unit to the smallest, each gets the rank that has the fewest elements so far as its root. Units
         whose programs have no root stay as they are.
         """
-        load = [(0, rank) for rank in range(world_size)]  # a heap
-        roots: dict[int, int] = {}
-        for index, unit in sorted(enumerate(self.units), key=lambda each: (-each[1].numel, each[0])):
-            if any(isinstance(step, Broadcast) for step in unit.program):
-                least, roots[index] = load[0]
-                heapq.heapreplace(load, (least + unit.numel, roots[index]))
+        rooted = (
+            each for each in enumerate(self.units) if any(isinstance(step, Broadcast) for step in each[1].program)
+        )
+        roots = balanced({index: unit.numel for index, unit in rooted}, world_size)
         return self.with_units(replace(unit, root=roots.get(index, unit.root)) for index, unit in enumerate(self.units))
 
     def for_frontend(self, frontend: Frontend | None) -> Plan:

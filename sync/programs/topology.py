@@ -1,10 +1,15 @@
-"""The topology of the ranks: machines, their devices, and the ranks of every level."""
+"""The topology of the ranks: machines, their devices, the ranks of every level, and work that is shared by ranks."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .steps import Level
+
+K = TypeVar("K", int, str)
 
 
 @dataclass(frozen=True)
@@ -63,3 +68,20 @@ class Topology:
                 return [everyone[first : first + self.devices] for first in range(0, self.world_size, self.devices)]
             case Level.INTER:
                 return [everyone[device :: self.devices] for device in range(self.devices)]
+
+
+def balanced(sizes: Mapping[K, int], places: int) -> dict[K, int]:
+    """The place of each key, so that the sums of the sizes are about equal; the same on all ranks.
+
+    From the largest to the smallest, each gets the place with the least so far.
+
+    Args:
+        sizes: the sizes by key. Equal ones follow in the order of the keys.
+        places: the number of places.
+    """
+    load = [(0, place) for place in range(places)]  # a heap
+    found: dict[K, int] = {}
+    for key in sorted(sizes, key=lambda each: (-sizes[each], each)):
+        least, found[key] = load[0]
+        heapq.heapreplace(load, (least + sizes[key], found[key]))
+    return found

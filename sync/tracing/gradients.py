@@ -6,7 +6,6 @@ rows.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,6 +15,7 @@ from gckernels.compressor import Compressor
 
 from ..accuracy.errors import relative_errors
 from ..plans.strides import grad_strides, in_reals, memory_shape
+from ..programs.topology import balanced
 
 KEPT_STEPS = 4
 """The last recorded steps whose gradients are kept. Error feedback is warmed up on the first half of them."""
@@ -42,7 +42,7 @@ class KeptGradients:
     ) -> None:
         self._max_numel = max_numel
         self._numels = {name: in_reals(each).numel() for name, each in parameters.items()}
-        owners = spread(self._numels, world_size, max_numel)
+        owners = balanced({name: min(numel, max_numel) for name, numel in self._numels.items()}, world_size)
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in parameters if owners[name] == rank}
         self._shapes: dict[str, tuple[int, ...]] = {}
 
@@ -80,16 +80,6 @@ def digests(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> t
             real = in_reals(parameter.grad.detach())
             found.append(real.view(_BITS[real.element_size()]).sum(dtype=torch.int64).to(device, non_blocking=True))
     return torch.stack(found)
-
-
-def spread(sizes: Mapping[str, int], ranks: int, max_numel: int = MAX_NUMEL) -> dict[str, int]:
-    """The rank of each name, so that the sums of the sizes are about equal; the same on all ranks."""
-    load = [(0, rank) for rank in range(ranks)]  # a heap
-    owners = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least, owners[name] = load[0]
-        heapq.heapreplace(load, (least + min(sizes[name], max_numel), owners[name]))
-    return owners
 
 
 def _piece(gradient: torch.Tensor, max_numel: int) -> tuple[torch.Tensor, tuple[int, ...]]:

@@ -88,25 +88,18 @@ class ClosedForm:
         return self.compute_s + self.codec_s + self.communicate_s - self.hidden_s
 
 
-def sync_sgd(
-    backward_s: float,
-    nbytes: float,
-    link: RingLink,
-    bucket_nbytes: float = BUCKET_NBYTES,
-    slowdown: float = OVERLAP_SLOWDOWN,
-) -> ClosedForm:
+def sync_sgd(backward_s: float, nbytes: float, link: RingLink, slowdown: float = OVERLAP_SLOWDOWN) -> ClosedForm:
     """The time without compression: all buckets but the last one are averaged beside backward.
 
     Args:
         backward_s: seconds of backward alone.
-        nbytes: bytes of all gradients.
+        nbytes: bytes of all gradients; the last bucket has the rest.
         link: the links.
-        bucket_nbytes: bytes of a bucket; the last bucket has the rest.
         slowdown: the factor by which communication lengthens backward.
     """
-    buckets = max(math.ceil(nbytes / bucket_nbytes), 1)
-    beside_s = (buckets - 1) * link.allreduce_s(bucket_nbytes)
-    last_s = link.allreduce_s(nbytes - (buckets - 1) * bucket_nbytes)
+    buckets = max(math.ceil(nbytes / BUCKET_NBYTES), 1)
+    beside_s = (buckets - 1) * link.allreduce_s(BUCKET_NBYTES)
+    last_s = link.allreduce_s(nbytes - (buckets - 1) * BUCKET_NBYTES)
     compute_s = slowdown * backward_s
     return ClosedForm(compute_s, 0.0, beside_s + last_s, min(compute_s, beside_s))
 

@@ -6,7 +6,6 @@ Policies and searches change drafts, which name tensors by their numbers; :func:
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -22,9 +21,9 @@ from ...plans.plan import Frontend, Plan, UnitPlan
 from ...programs.named import ALLREDUCE, exact_program
 from ...programs.stages import MessageKind
 from ...programs.steps import Broadcast, Program
-from ...programs.topology import Topology
+from ...programs.topology import Topology, balanced
 from ..machines.machine import MachineError
-from ..timeline.launches import BucketLaunch, launches_of
+from ..timeline.launches import BUCKET_NBYTES, BucketLaunch, launches_of
 from .problem import Problem
 
 
@@ -50,6 +49,11 @@ class Option:
     def in_place(self) -> bool:
         """Whether the message is averaged where it lies."""
         return self.program == ALLREDUCE
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether messages with the option have channels, which low-rank factors have not."""
+        return self.compressor is None or isinstance(self.compressor, Codec)
 
     def __hash__(self) -> int:
         return self._hash
@@ -79,8 +83,6 @@ Draft: TypeAlias = tuple[LaunchDraft, ...]
 
 MAX_CHANNELS = 2
 """Channels that policies use. More only share the same links."""
-USUAL_NBYTES = 25 << 20
-"""The size of a launch of a bare module, and of DDP's buckets, by default."""
 MIN_PART_NUMEL = 4096
 """Tensors of which parts would have fewer elements stay whole."""
 
@@ -113,7 +115,7 @@ def draft_of_launches(launches: Sequence[Sequence[int]], option: Option) -> Draf
     return tuple((MessageDraft(tuple(launch), option),) for launch in launches)
 
 
-def usual_launches(problem: Problem, max_nbytes: int = USUAL_NBYTES) -> tuple[tuple[int, ...], ...]:
+def usual_launches(problem: Problem, max_nbytes: int = BUCKET_NBYTES) -> tuple[tuple[int, ...], ...]:
     """The launches without a reason for others: the buckets of DDP or FSDP2; for a bare module, neighbours of at most
     ``max_nbytes`` bytes together."""
     if problem.buckets:
@@ -121,12 +123,8 @@ def usual_launches(problem: Problem, max_nbytes: int = USUAL_NBYTES) -> tuple[tu
     launches: list[list[int]] = []
     nbytes = 0
     for number, tensor in enumerate(problem.trace.tensors):
-        fits = (
-            nbytes + tensor.nbytes <= max_nbytes and tensor.dtype == problem.dtype(launches[-1][-1])
-            if launches
-            else False
-        )
-        if fits:
+        joins = bool(launches) and tensor.dtype == problem.dtype(launches[-1][-1])
+        if joins and nbytes + tensor.nbytes <= max_nbytes:
             launches[-1].append(number)
         else:
             launches.append([number])
@@ -153,7 +151,7 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
             option, root = message.option, roots.get(number, message.option.root or 0)
             for tensor in message.tensors:
                 units += units_of(problem, tensor, option, root, launch if launches else None, number)
-            if not option.in_place and _has_channels(option):
+            if not option.in_place and option.has_channels:
                 channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
             number += option.parts
     topology = None if problem.frontend == Frontend.FSDP else problem.topology  # its programs are flat
@@ -190,7 +188,7 @@ def units_of(
     if option.in_place or not problem.encodable(tensor):
         exact = exact_program(problem.frontend.span())
         return [UnitPlan(name, traced.numel, method, exact, feedback, launch=launch)]
-    if not _has_channels(option):
+    if not option.has_channels:
         return [UnitPlan(name, traced.numel, method, program, feedback, None, root, (), launch, message)]
     pieces = ((0, traced.numel),) if problem.is_sharded else cut(traced.numel, option.parts)
     units = []
@@ -198,11 +196,6 @@ def units_of(
         at, channel = (start if len(pieces) > 1 else None), (option.channel + part) % MAX_CHANNELS
         units.append(UnitPlan(name, numel, method, program, feedback, at, root, (), launch, message + part, channel))
     return units
-
-
-def _has_channels(option: Option) -> bool:
-    """Whether messages with the option have channels, which low-rank factors have not."""
-    return option.compressor is None or isinstance(option.compressor, Codec)
 
 
 def roots_of(problem: Problem, draft: Draft) -> dict[int, int]:
@@ -228,13 +221,7 @@ def spread(numels: Mapping[int, int], topology: Topology) -> dict[int, int]:
     places = range(min(topology.world_size, len(numels)))
     around = math.lcm(machines, devices)  # places until machine and device are those of the first one together
     order = [place % machines * devices + (place + place // around) % devices for place in places]
-    load = [(0, place) for place in places]  # a heap
-    roots = {}
-    for message in sorted(numels, key=lambda each: (-numels[each], each)):
-        least, place = load[0]
-        roots[message] = order[place]
-        heapq.heapreplace(load, (least + numels[message], place))
-    return roots
+    return {message: order[place] for message, place in balanced(numels, len(places)).items()}
 
 
 def _check(problem: Problem, draft: Draft) -> None:

@@ -50,10 +50,7 @@ def all_options(problem: Problem) -> tuple[Option, ...]:
 
 def variants(option: Option) -> tuple[Option, ...]:
     """An option with every number of parts and every channel, itself first."""
-    if option.in_place:
-        return (option,)
-    has_channels = isinstance(option.compressor, Codec) or option.compressor is None
-    if not has_channels:
+    if option.in_place or not option.has_channels:
         return (option,)
     each = (replace(option, parts=parts, channel=channel) for parts in PARTS for channel in range(MAX_CHANNELS))
     return tuple(dict.fromkeys((option, *each)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
@@ -31,7 +30,6 @@ MIN_MARGIN = 0.02
 """Least relative error that predictions are expected to have: nothing repeats more exactly on a machine."""
 
 Measured = CollectiveCurve | CodecModel | CopyCurve
-MeasuredT = TypeVar("MeasuredT", CollectiveCurve, CodecModel, CopyCurve)
 
 _TAKEN = ("collective", "exchange", "codec")
 _EXCHANGES = tuple(each.__name__ for each in (AllGather, AllToAll, Hop))
@@ -158,18 +156,9 @@ class Profile:
             return Price(np.zeros_like(wire_nbytes))
         if self.topology.size(level) == self.topology.world_size:
             level = Level.FLAT  # the same ranks
-        found = next(
-            (
-                each
-                for each in self.collectives
-                if (each.step, each.level, each.place) == (step, level, self._actual(place))
-            ),
-            None,
-        )
-        if found is None:
-            raise MachineError(f"{self.name}: {step} of level {level.value} was not measured; {MEASURE_AGAIN}")
-        curve = self._usable(found).curve
-        self._note_size(found, curve, wire_nbytes)
+        wanted = (step, level, self._actual(place))
+        alike = (each for each in self.collectives if (each.step, each.level, each.place) == wanted)
+        curve = self._curve(next(alike, None), f"{step} of level {level.value} was", wire_nbytes)
         alone = curve.wall(wire_nbytes)
         wire = self.sharing.get(level, 1.0) * curve.wire(wire_nbytes)
         measured = "exchange" in self.taken or self.computes_on == Shared.CORES
@@ -209,7 +198,7 @@ class Profile:
             return decode + self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
         if found is None:
             raise MachineError(f"{self.name}: {work.value} of {compressor} was not measured; {MEASURE_AGAIN}")
-        self._usable(found)
+        self._check(found)
         if np.any(elements > found.max_elements):
             self._note(f"{found} beyond {found.max_elements} elements")
         if np.any(units > found.max_units):
@@ -228,11 +217,7 @@ class Profile:
             MachineError: it was not measured, or its measurements do not agree.
         """
         found = next((each for each in self.copies if each.resource == resource), None)
-        if found is None:
-            raise MachineError(f"{self.name}: copies over {resource.value} were not measured; {MEASURE_AGAIN}")
-        curve = self._usable(found).curve
-        self._note_size(found, curve, nbytes)
-        alone = curve.wall(nbytes)
+        alone = self._curve(found, f"copies over {resource.value} were", nbytes).wall(nbytes)
         return Price(alone, {resource: alone})
 
     # ---------------------------------------------------------------- its quality
@@ -252,20 +237,28 @@ class Profile:
         errors = [(each, each.error or 0.0) for each in measured]
         return tuple(f"{each}: error {error:.0%}" for each, error in errors if least < error <= largest)
 
-    def _usable(self, found: MeasuredT) -> MeasuredT:
+    def _curve(self, found: CollectiveCurve | CopyCurve | None, what: str, nbytes: Floats) -> Curve:
+        """The curve of a measurement, whose use for sizes ``[n]`` is noted.
+
+        Raises:
+            MachineError: it was not made, or it disagrees with itself.
+        """
+        if found is None:
+            raise MachineError(f"{self.name}: {what} not measured; {MEASURE_AGAIN}")
+        self._check(found)
+        if np.any(nbytes > found.curve.nbytes[-1]):
+            self._note(f"{found} beyond {found.curve.nbytes[-1]:.0f} bytes")
+        return found.curve
+
+    def _check(self, found: Measured) -> None:
         if found.error is not None and found.error > REFUSED_ERROR:
             raise MachineError(
                 f"{self.name}: the measurements of {found} disagree by {found.error:.0%}, more than "
                 f"{REFUSED_ERROR:.0%}; {MEASURE_AGAIN}"
             )
-        return found
 
     def _note(self, reason: str) -> None:
         self.assumptions[reason] = self.assumptions.get(reason, 0) + 1
-
-    def _note_size(self, found: Measured, curve: Curve, nbytes: Floats) -> None:
-        if np.any(nbytes > curve.nbytes[-1]):
-            self._note(f"{found} beyond {curve.nbytes[-1]:.0f} bytes")
 
     # ---------------------------------------------------------------- resources
 

@@ -73,9 +73,9 @@ def usual_options(problem: Problem) -> list[Option]:
     ]
 
 
-def preselected(problem: Problem, drafts: Sequence[Draft], count: int = JUDGED) -> list[int]:
-    """The numbers of the drafts that are estimated to be the fastest, at most ``count``. The timeline judges them."""
-    if len(drafts) <= count:
+def preselected(problem: Problem, drafts: Sequence[Draft]) -> list[int]:
+    """The numbers of the drafts that are estimated to be the fastest, at most :data:`JUDGED`."""
+    if len(drafts) <= JUDGED:
         return list(range(len(drafts)))
     times = Search(problem).estimates(drafts)
-    return sorted(range(len(drafts)), key=times.__getitem__)[:count]
+    return sorted(range(len(drafts)), key=times.__getitem__)[:JUDGED]

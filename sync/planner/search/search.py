@@ -21,6 +21,8 @@ from .rows import FINISH, NOWHERE, UNUSABLE_S, Gaps, Rows, undominated
 
 MAX_SWEEPS = 4
 """Sweeps of one improvement, if each of them has changed something."""
+MAX_PASSES = 6
+"""The largest number of times that all moves are tried."""
 _KEPT = 3
 """Tables of prices that are kept, which are large for many messages."""
 _COMPARED = 1000
@@ -218,18 +220,13 @@ class Search:
 
     # ---------------------------------------------------------------- launches and messages
 
-    def restructured(self, draft: Draft, passes: int = 6) -> Draft:
-        """A draft after the moves of :mod:`~.restructure` that make the estimate better.
-
-        Args:
-            draft: the first draft.
-            passes: the maximum number of times that all moves are tried.
-        """
-        for _ in range(passes):
-            best = self._moved(draft)
-            if best is None:
+    def restructured(self, draft: Draft) -> Draft:
+        """A draft after the moves of :mod:`~.restructure` that make the estimate better."""
+        for _ in range(MAX_PASSES):
+            better = self._moved(draft)
+            if better is None:
                 break
-            draft = best
+            draft = better
         return draft
 
     def _moved(self, draft: Draft) -> Draft | None:

@@ -20,9 +20,9 @@ from gckernels import sync
 from gckernels.ops import BlockQuant, Cast16, TopK
 from gckernels.sync.accuracy.accuracy import candidates_by_default
 from gckernels.sync.accuracy.errors import relative_errors
+from gckernels.sync.programs.topology import balanced
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import Role
-from gckernels.sync.tracing.gradients import spread
 from models import MODELS, SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from workloads import digest_of, thinned
@@ -176,7 +176,7 @@ def local_norms():
         for each in (model, alone):
             each.zero_grad()
             each(batch).backward()
-    owners = spread({name: p.numel() for name, p in alone.named_parameters()}, 2)
+    owners = balanced({name: p.numel() for name, p in alone.named_parameters()}, 2)
     mine = {name: p.grad.norm().item() for name, p in alone.named_parameters() if owners[name] == rank}
     return mine, {tensor.name: tensor.norm for tensor in recording.trace.tensors}
 
