@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
 class WallClock:
-    """The clock of a training on the CPU. A mark takes a tenth of the time of one that knows how long threads wait."""
+    """The clock of a training on the CPU. A mark takes a tenth of the time of one that knows how long threads wait.
 
-    def mark(self) -> float:
-        return time.perf_counter()
+    Args:
+        now: returns seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.mark = now
 
     def seconds(self, first: float, second: float) -> float:
         return second - first

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ...communication.clocks import CudaClock, WallClock
 from ...communication.ranks import Ranks
 from ...programs.topology import Topology
 from ...resources.memory_spaces import Places
@@ -133,27 +134,17 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._on_cuda = device.type == "cuda"
-        self._events: list[torch.cuda.Event] = []
-        self._marks: list[float] = []
+        self._clock: Any = CudaClock(device) if device.type == "cuda" else WallClock(clock)
+        self._marks: list[Any] = []
         self._cpu_s = time.process_time()
 
     def mark(self) -> None:
         """Remember the current time."""
-        if self._on_cuda:
-            event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._events.append(event)
-        else:
-            self._marks.append(self._clock())
+        self._marks.append(self._clock.mark())
 
     def seconds(self) -> list[float]:
         """Seconds from the first mark to every mark. On CUDA, waits for the last one."""
-        if self._on_cuda:
-            self._events[-1].synchronize()
-            return [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
-        return [mark - self._marks[0] for mark in self._marks]
+        return [self._clock.seconds(self._marks[0], mark) for mark in self._marks]
 
     def cores_s(self) -> float:
         """CPU seconds of all threads of the process since this stopwatch was made."""
