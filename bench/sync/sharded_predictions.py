@@ -29,7 +29,7 @@ from bench.sync.sharded import RATES, ROUNDS_MIN, WARM_UP, WITH_WEIGHTS, Sharded
 from gckernels import sync
 from gckernels.sync.lab import UNTHROTTLED, Network
 from gckernels.sync.planner.choice import policy_of
-from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.drafts.problem import Problem, shards_of
 from gckernels.sync.planner.machines.machine import Machine, MachineError, Replicas, Sharding
 from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.arguments import as_weights
@@ -104,7 +104,7 @@ def predicted(spec: str, trace: ModelTrace, machine: Machine, network: Network) 
     plan, _, weights = spec.partition(WEIGHTS)
     inside = network.ranks_per_machine
     if inside > 1:
-        pricer, frontend, trace = Pricer(Replicas(machine), Sharding(inside)), Frontend.HSDP, trace.of_shards(inside)
+        pricer, frontend, trace = Pricer(Replicas(machine), Sharding(inside)), Frontend.HSDP, shards_of(trace, inside)
     else:
         pricer, frontend = Pricer(machine, Sharding()), Frontend.FSDP
     if plan in (NATIVE, "Identity"):

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ..plans.json_files import MAX_NBYTES, Entry, bytes_of, parsed, shown, write_whole
-from ..plans.json_records import checked_fields, written
-from .traced_tensors import Float, TracedGather, TracedTensor, TraceError
-
-_REMEDY = "write the trace again, with 'gckernels trace SCRIPT -o FILE'"
+from .traced_tensors import Float, TracedGather, TracedTensor
 
 
 @dataclass(frozen=True)
@@ -73,15 +68,6 @@ class ModelTrace:
         """The seconds of forward, backward and the optimizer."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
-    def of_shards(self, ranks: int) -> ModelTrace:
-        """The trace of the shards that one of ``ranks`` ranks has, with the largest share of each tensor's rows."""
-        whole = (each.shape or (each.numel,) for each in self.tensors)
-        shapes = ((-(-rows // ranks), *others) for rows, *others in whole)
-        pairs = zip(self.tensors, shapes, strict=True)
-        tensors = (replace(each, numel=math.prod(shape), shape=shape) for each, shape in pairs)
-        gathers = (replace(each, frozen_numel=-(-each.frozen_numel // ranks)) for each in self.gathers)
-        return replace(self, tensors=tuple(tensors), gathers=tuple(gathers))
-
     def remembering(self, found: Mapping[tuple[str, str], float]) -> ModelTrace:
         """The trace with the errors that compressors have had in training, where they are larger.
 
@@ -98,8 +84,7 @@ class ModelTrace:
 
     def fingerprint(self) -> str:
         """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
-        records = importlib.import_module(".trace_files", __package__)
-        return str(records.hash_of(records.record_of(written(self))))
+        return str(_files().fingerprint(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, as JSON, which :meth:`load` reads. The file is replaced as a whole, or not at all.
@@ -107,13 +92,7 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid, or the file cannot be written.
         """
-        text = self.to_text()
-        try:
-            write_whole(path, text)
-        except OSError as error:
-            raise TraceError(
-                f"{os.fspath(path)}: the trace cannot be written: {error.strerror}; give another path"
-            ) from error
+        _files().save(self, path)
 
     @staticmethod
     def load(path_or_name: str | os.PathLike[str]) -> ModelTrace:
@@ -128,23 +107,7 @@ class ModelTrace:
             TraceError: there is no such file or name, or the trace is damaged, cut off, of another version, or not
                 valid.
         """
-        if not isinstance(path_or_name, str | os.PathLike):
-            raise TraceError(f"ModelTrace.load: expected a path or a name, got {type(path_or_name).__name__}")
-        path = os.fspath(path_or_name)
-        if path == "-":
-            return ModelTrace.from_text(sys.stdin.buffer.read(MAX_NBYTES + 1), "standard input")
-        shipped = importlib.import_module(".trace_files", __package__).shipped_traces()
-        if isinstance(path, str) and path in shipped and not os.path.exists(path):
-            return ModelTrace.from_text(shipped[path].read_bytes(), path)
-        try:
-            return ModelTrace.from_text(bytes_of(path), os.fsdecode(path))
-        except (OSError, ValueError) as error:
-            if isinstance(error, TraceError):
-                raise
-            names = ", ".join(sorted(shipped)) or "none"
-            reason = error.strerror if isinstance(error, OSError) else error
-            give = f"give the path of a trace or the name of a shipped one ({names})"
-            raise TraceError(f"{path!r}: no trace can be read: {reason}; {give}") from error
+        return ModelTrace(**_files().fields_at(path_or_name, ModelTrace))
 
     def to_text(self) -> str:
         """The text of the trace's file.
@@ -152,11 +115,7 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid.
         """
-        file, remedy = f"the trace of {shown(self.model)}", "make it of the types that ModelTrace says"
-        fields = checked_fields(self, file, TraceError, remedy)
-        records = importlib.import_module(".trace_files", __package__)
-        records.check_fields(Entry(fields, file, TraceError, remedy), vars(self))
-        return str(records.text_of(records.record_of(fields)))
+        return str(_files().text_of(self))
 
     @staticmethod
     def from_text(text: str | bytes, file: str) -> ModelTrace:
@@ -169,6 +128,9 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid.
         """
-        document = parsed(text, file, "trace", TraceError, _REMEDY)
-        files = importlib.import_module(".trace_files", __package__)
-        return ModelTrace(**files.fields_of(document, ModelTrace))
+        return ModelTrace(**_files().fields_in(text, file, ModelTrace))
+
+
+def _files() -> Any:
+    """The module that reads and writes files of traces, which most trainings do not need."""
+    return importlib.import_module(".trace_files", __package__)

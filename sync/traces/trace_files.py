@@ -13,15 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from ..plans.json_files import Entry
-from ..plans.json_records import read_fields
-from .traced_tensors import Role, TracedTensor
+from ..plans.json_files import MAX_NBYTES, Entry, bytes_of, parsed, shown, write_whole
+from ..plans.json_records import checked_fields, read_fields, written
+from .traced_tensors import Role, TracedTensor, TraceError
 
 FORMAT = "gckernels trace"
 VERSION = 1
@@ -33,6 +35,7 @@ _KEYS = ("model", "source", *_TIMES, "buckets", "copies_gradients", "gathers", "
 _PUBLISHED = ("model", "source", "order", "tensors")
 _EMBEDDINGS = ("wte", "wpe")  # how GPT-2's names call its two embeddings
 _FOLDER = "shipped"
+_REMEDY = "write the trace again, with 'gckernels trace SCRIPT -o FILE'"
 
 
 def trace_names() -> tuple[str, ...]:
@@ -47,51 +50,107 @@ def shipped_traces() -> dict[str, Traversable]:
     return {file.name.removesuffix(".json"): file for file in files if file.name.endswith(".json")}
 
 
-def record_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """The record of a trace without its hash.
+# -------------------------------------------------------------------- writing
 
-    Args:
-        fields: the JSON values of its fields.
+
+def save(trace: Any, path: str | os.PathLike[str]) -> None:
+    """Write a trace to a file, as :meth:`ModelTrace.save <gckernels.sync.traces.model_trace.ModelTrace.save>`."""
+    text = text_of(trace)
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise TraceError(
+            f"{os.fspath(path)}: the trace cannot be written: {error.strerror}; give another path"
+        ) from error
+
+
+def text_of(trace: Any) -> str:
+    """The text of a trace's file: its record with its hash, and a line for each tensor.
+
+    Raises:
+        TraceError: the trace is not valid.
     """
-    kept = {key: fields[key] for key in _KEYS if key != "gathers" or fields[key]}
-    return {"format": FORMAT, "version": VERSION} | kept
-
-
-def hash_of(record: dict[str, Any]) -> str:
-    """The SHA-256 hash of a trace's record, in hexadecimal, as its file has it."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def text_of(record: dict[str, Any]) -> str:
-    """The text of a trace's file: its record with its hash, and a line for each tensor."""
-    rest = record | {"sha256": hash_of(record)}
-    tensors = rest.pop("tensors")
+    file, remedy = f"the trace of {shown(trace.model)}", "make it of the types that ModelTrace says"
+    fields = checked_fields(trace, file, TraceError, remedy)
+    _check_fields(Entry(fields, file, TraceError, remedy), vars(trace))
+    record = _record_of(fields)
+    tensors = record.pop("tensors")
+    rest = record | {"sha256": _hash_of(record | {"tensors": tensors})}
     head = json.dumps(rest, indent=1, allow_nan=False).removesuffix("\n}")
     return f'{head},\n "tensors": [\n  ' + ",\n  ".join(map(json.dumps, tensors)) + "\n ]\n}\n"
 
 
-def fields_of(document: Entry, kind: type[Any]) -> dict[str, Any]:
-    """The fields of the trace in a record of ours, or in a published list of tensors.
+def fingerprint(trace: Any) -> str:
+    """The SHA-256 hash of a trace, in hexadecimal, as its file has it."""
+    return _hash_of(_record_of(written(trace)))
+
+
+def _record_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The record of a trace without its hash, from the JSON values of its fields."""
+    kept = {key: fields[key] for key in _KEYS if key != "gathers" or fields[key]}
+    return {"format": FORMAT, "version": VERSION} | kept
+
+
+def _hash_of(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# -------------------------------------------------------------------- reading
+
+
+def fields_at(path_or_name: str | os.PathLike[str], kind: type[Any]) -> dict[str, Any]:
+    """The fields of the trace in a file, or of a shipped one.
 
     Args:
-        document: the record.
+        path_or_name: as for :meth:`ModelTrace.load <gckernels.sync.traces.model_trace.ModelTrace.load>`.
         kind: the class of traces.
 
     Raises:
-        TraceError: the record is not valid.
+        TraceError: there is no such trace, or it is not valid.
     """
+    if not isinstance(path_or_name, str | os.PathLike):
+        raise TraceError(f"ModelTrace.load: expected a path or a name, got {type(path_or_name).__name__}")
+    path = os.fspath(path_or_name)
+    if path == "-":
+        return fields_in(sys.stdin.buffer.read(MAX_NBYTES + 1), "standard input", kind)
+    shipped = shipped_traces()
+    if isinstance(path, str) and path in shipped and not os.path.exists(path):
+        return fields_in(shipped[path].read_bytes(), path, kind)
+    try:
+        return fields_in(bytes_of(path), os.fsdecode(path), kind)
+    except (OSError, ValueError) as error:
+        if isinstance(error, TraceError):
+            raise
+        names = ", ".join(sorted(shipped)) or "none"
+        reason = error.strerror if isinstance(error, OSError) else error
+        give = f"give the path of a trace or the name of a shipped one ({names})"
+        raise TraceError(f"{path!r}: no trace can be read: {reason}; {give}") from error
+
+
+def fields_in(text: str | bytes, file: str, kind: type[Any]) -> dict[str, Any]:
+    """The fields of the trace in the text of a file: a record of ours, or a published list of tensors.
+
+    Args:
+        text: the text; bytes are UTF-8.
+        file: the name of the file, for errors.
+        kind: the class of traces.
+
+    Raises:
+        TraceError: the trace is not valid.
+    """
+    document = parsed(text, file, "trace", TraceError, _REMEDY)
     if isinstance(document.value, dict) and "format" not in document.value and "tensors" in document.value:
         return _published_fields(document)
     if isinstance(document.value, dict):
         _check_version(document)
     found = read_fields(document, kind, head=_HEAD, more=("sha256",))
-    check_fields(document, found)
+    _check_fields(document, found)
     if "sha256" in document.value:
         _check_hash(document.fields((), None)["sha256"], document)
     return found
 
 
-def check_fields(document: Entry, found: dict[str, Any]) -> None:
+def _check_fields(document: Entry, found: dict[str, Any]) -> None:
     """Check that the fields of a trace agree with one another.
 
     Args:
@@ -102,7 +161,7 @@ def check_fields(document: Entry, found: dict[str, Any]) -> None:
         TraceError: they do not.
     """
     fields, tensors = document.fields((), None), found["tensors"]
-    check_order(fields["tensors"], tensors)
+    _check_order(fields["tensors"], tensors)
     for entry, tensor in zip(fields["tensors"].items(), tensors, strict=True):
         if tensor.shape is not None and (len(tensor.shape) > 64 or math.prod(tensor.shape) != tensor.numel):
             allowed = f"the sizes of at most 64 dimensions, of {tensor.numel} elements in all"
@@ -124,7 +183,7 @@ def check_fields(document: Entry, found: dict[str, Any]) -> None:
             parts["needed_s"].refuse(f"at least asked_s, {gather.asked_s} s")
 
 
-def check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:
+def _check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:
     """Raise a TraceError unless there are tensors, with different names, in the order of their ready times.
 
     Args:
@@ -157,7 +216,7 @@ def _check_version(document: Entry) -> None:
 
 def _check_hash(entry: Entry, document: Entry) -> None:
     rest = {key: value for key, value in document.value.items() if key != "sha256"}
-    if entry.text() != hash_of(rest):
+    if entry.text() != _hash_of(rest):
         entry.refuse(
             "the hash of the rest of the file, or left out after an edit by hand", "another one: it has changed"
         )
@@ -182,7 +241,7 @@ def _published_fields(document: Entry) -> dict[str, Any]:
         tensors.append(
             TracedTensor(given["name"].name(), given["numel"].integer(), round(given["ready_us"].number() * 1e-6, 12))
         )
-    check_order(fields["tensors"], tensors)
+    _check_order(fields["tensors"], tensors)
     rest_s = fields["rest_us"].number() * 1e-6 if "rest_us" in fields else 0.0
     return {
         "model": fields["model"].text(),

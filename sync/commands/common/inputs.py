@@ -16,7 +16,7 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ...accuracy.accuracy import allowed_compressors, fitted
-from ...planner.drafts.problem import Problem
+from ...planner.drafts.problem import Problem, shards_of
 from ...planner.drafts.rounds import UpdateRounds, is_mean
 from ...planner.machines.files import load_machine, machine_names
 from ...planner.machines.machine import Machine, Replicas, Sharding, has_prices
@@ -134,7 +134,7 @@ def problem_of(
         raise wrong_use(f"--every is for bare modules, not --frontend {frontend.value}", "leave --frontend out")
     pricer = _pricer_of(machine, frontend)
     if (sharding := pricer.sharding) is not None and sharding.inside is not None:
-        trace = trace.of_shards(sharding.inside)
+        trace = shards_of(trace, sharding.inside)
     places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
     with reading(given.trace, "trace", (ValueError,)):
         allowed = allowed_compressors(trace, accuracy)

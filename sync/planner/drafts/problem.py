@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -242,3 +243,13 @@ def _check_trace(trace: ModelTrace, frontend: Frontend, gathers: bool) -> None:
         raise ValueError("Problem: the trace has no buckets, which are DDP's launches; record it from a DDP model")
     if sorted(held) != sorted(names) or not all(trace.buckets):
         raise ValueError("Problem: the buckets of the trace must have each of its tensors once")
+
+
+def shards_of(trace: ModelTrace, ranks: int) -> ModelTrace:
+    """The trace of the shards that one of ``ranks`` ranks has, with the largest share of each tensor's rows."""
+    whole = (each.shape or (each.numel,) for each in trace.tensors)
+    shapes = ((-(-rows // ranks), *others) for rows, *others in whole)
+    pairs = zip(trace.tensors, shapes, strict=True)
+    tensors = (replace(each, numel=math.prod(shape), shape=shape) for each, shape in pairs)
+    gathers = (replace(each, frozen_numel=-(-each.frozen_numel // ranks)) for each in trace.gathers)
+    return replace(trace, tensors=tuple(tensors), gathers=tuple(gathers))

@@ -15,7 +15,7 @@ from gckernels import BlockQuant, Cast16, from_spec
 from gckernels.codec import Codec
 from gckernels.sync import Plan, Topology, UnitPlan
 from gckernels.sync.planner.choice import choose
-from gckernels.sync.planner.drafts.problem import Problem
+from gckernels.sync.planner.drafts.problem import Problem, shards_of
 from gckernels.sync.planner.machines.machine import Machine, Replicas, Sharding, Shared
 from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.timeline.events import timeline_events
@@ -147,7 +147,7 @@ def test_replicas_average_the_shards_of_a_rank():
     """Links inside a machine are four times as fast, and a rank has 16 of the 32 floats. The gather and the reduction
     inside take an eighth of a second each. The average over two machines sends 64 bytes, half a second."""
     machine = Replicas(replace(DEVICE, topology=Topology(2, 2), fabric_s=LINK_S / 4))
-    shards, sharding = ONE.of_shards(2), Sharding(2)
+    shards, sharding = shards_of(ONE, 2), Sharding(2)
     found = predicted(shards, machine, sharding=sharding)
     assert gathers(found) == [("a", 0.0, 0.125)]
     assert found.step_s == 2.0 + 0.125 + 0.125 + 0.5
@@ -159,7 +159,7 @@ def test_replicas_average_the_shards_of_a_rank():
 def test_replicas_on_hosts_wait_for_the_reduction_inside_before_they_send():
     """The reduction inside takes twice as long there, and the average follows in the thread of the training."""
     machine = Replicas(replace(HOST, topology=Topology(2, 2), fabric_s=LINK_S / 4))
-    shards, sharding = TWO.of_shards(2), Sharding(2)
+    shards, sharding = shards_of(TWO, 2), Sharding(2)
     assert predicted(shards, machine, sharding=sharding).step_s == 4.0 + 4 * 0.125 + 2 * 0.25 + 2 * 0.5
     found = predicted(shards, machine, "Cast16", None, (Encode(), AllGather(), Decode()), sharding)
     assert found.step_s == 4.0 + 4 * 0.125 + 2 * 0.25 + 0.25  # the first message is sent beside backward

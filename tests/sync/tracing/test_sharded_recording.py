@@ -14,6 +14,7 @@ from torch import nn
 from gckernels import sync
 from gckernels.ops import BlockQuant
 from gckernels.sync.frontends.sharded.shard_groups import shard_groups
+from gckernels.sync.planner.drafts.problem import shards_of
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import Role, TracedGather, TracedTensor, TraceError
 from gckernels.sync.tracing.script import trace_of_script
@@ -169,7 +170,7 @@ def test_the_first_model_of_a_script_is_recorded(tmp_path):
 def test_traces_with_gathers_survive_their_file_and_wrong_ones_are_refused():
     trace = _small()
     assert ModelTrace.from_text(trace.to_text(), "file") == trace
-    assert trace.of_shards(4).tensors[0].shape == (2, 3) and trace.of_shards(4).tensors[1].numel == 2
+    assert shards_of(trace, 4).tensors[0].shape == (2, 3) and shards_of(trace, 4).tensors[1].numel == 2
     assert "gathers" not in replace(trace, gathers=()).to_text()
     gather = trace.gathers[0]
     for wrong, problem in (
