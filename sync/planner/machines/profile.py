@@ -20,7 +20,8 @@ from ...programs.stages import StageKind
 from ...programs.steps import AllGather, AllToAll, Hop, Level, Place
 from ...programs.topology import Topology
 from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, is_fitted_from, sides_of
-from .machine import Floats, MachineError, Overheads, Price, Shared
+from .machine import AtLeastZero, Floats, MachineError, Overheads, Price, Shared
+from .parts import AboveZero, Fraction
 
 REFUSED_ERROR = 0.20
 """Relative error from which a measurement is not used."""
@@ -89,13 +90,13 @@ class Profile:
     name: str
     topology: Topology
     computes_on: Shared
-    cores: float
+    cores: AboveZero
     overheads: Overheads
     collectives: tuple[CollectiveCurve, ...]
     codecs: tuple[CodecModel, ...]
     copies: tuple[CopyCurve, ...]
-    sharing: Mapping[Level, float]
-    taken: Mapping[str, float]
+    sharing: Mapping[Level, Fraction]
+    taken: Mapping[str, AtLeastZero]
     left_out: tuple[str, ...]
     stamp: Stamp
     memory_nbytes: float | None = None
@@ -104,14 +105,8 @@ class Profile:
     def __post_init__(self) -> None:
         if self.computes_on not in (Shared.CORES, Shared.DEVICE):
             raise MachineError(f"profile: computes_on must be cores or device, got {self.computes_on.value!r}")
-        if not 0 < self.cores < float("inf"):
-            raise MachineError(f"profile: cores must be a positive number, got {self.cores!r}")
-        for level, share in self.sharing.items():
-            if not 0 < share <= 1:
-                raise MachineError(f"profile: sharing of {level.value} must be above 0 and at most 1, got {share!r}")
-        for name, amount in self.taken.items():
-            if name not in _TAKEN or not 0 <= amount < float("inf"):
-                raise MachineError(f"profile: taken must have numbers from 0 up, got {name!r}: {amount!r}")
+        if wrong := {*self.taken} - {*_TAKEN}:
+            raise MachineError(f"profile: taken must have numbers for {', '.join(_TAKEN)}, got {', '.join(wrong)}")
 
     # ---------------------------------------------------------------- the machine
 

@@ -285,7 +285,7 @@ def damaged(change: Any) -> Any:
         (lambda record: record.update(left_out="none"), "left_out must be a list"),
         (lambda record: record["topology"].update(machines=0), "machines"),
         (lambda record: record["overheads"].update(stage_s=-1.0), "stage_s"),
-        (lambda record: record["sharing"].update(flat=2.0), "sharing of flat"),
+        (lambda record: record["sharing"].update(flat=2.0), r"sharing\.flat must be"),
         (
             lambda record: record["sharing"].update(up=0.5),
             "sharing must be .* no other keys than flat, .* one with 'up'",
