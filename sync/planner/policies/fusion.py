@@ -163,29 +163,20 @@ def best_groups_of_any(
     if least.done_s[0] > below_s:
         return start
     fronts: list[_Front] = [_Front.start()]
-    # the states of all fronts side by side, as many as have been needed so far; where those of each cut begin
-    cuts, within = np.zeros(num, dtype=np.intp), np.zeros(num, dtype=np.intp)
-    all_encoded_s, all_sent_s, firsts, size = np.zeros(num), np.zeros(num), [0], 1
     earliest_s = np.zeros(num + 1)  # for each cut when the last group is encoded, at the earliest
     for end in range(1, num + 1):
         compute_s = backward_to[end] - backward_to[:end] + encode_s[:end, end]
         rest_s = np.maximum(send_s[:end, end] + least.sent_s[end], least.done_s[end])
-        near = firsts[int((earliest_s[:end] + compute_s + rest_s <= below_s).argmax())]  # no long groups from before
-        origin = cuts[near:size]
-        encoded_s = all_encoded_s[near:size] + compute_s[origin]
-        sent_s = np.maximum(all_sent_s[near:size], encoded_s) + send_s[origin, end]
+        near = int((earliest_s[:end] + compute_s + rest_s <= below_s).argmax())  # no long groups from before
+        # the states of all these fronts side by side, each with its cut and its number there
+        sizes = [len(front.sent_s) for front in fronts[near:]]
+        origin, within = np.repeat(np.arange(near, end), sizes), np.concatenate([*map(np.arange, sizes)])
+        encoded_s = np.concatenate([front.encoded_s for front in fronts[near:]]) + compute_s[origin]
+        sent_s = np.concatenate([front.sent_s for front in fronts[near:]])
+        sent_s = np.maximum(sent_s, encoded_s) + send_s[origin, end]
         useful = np.maximum(encoded_s + least.done_s[end], sent_s + least.sent_s[end]) <= below_s
-        front = _Front.of(encoded_s, sent_s, origin, within[near:size], useful, grain_s)
-        fronts.append(front)
-        firsts.append(size)
-        earliest_s[end] = front.encoded_s.min(initial=np.inf)
-        added = len(front.sent_s)
-        while size + added > len(cuts):
-            cuts, within = np.concatenate([cuts, cuts]), np.concatenate([within, within])
-            all_encoded_s, all_sent_s = np.tile(all_encoded_s, 2), np.tile(all_sent_s, 2)
-        cuts[size : size + added], within[size : size + added] = end, np.arange(added)
-        all_encoded_s[size : size + added], all_sent_s[size : size + added] = front.encoded_s, front.sent_s
-        size += added
+        fronts.append(_Front.of(encoded_s, sent_s, origin, within, useful, grain_s))
+        earliest_s[end] = fronts[end].encoded_s.min(initial=np.inf)
     if not len(fronts[num].sent_s):
         return start
     found = int(fronts[num].sent_s.argmin())
