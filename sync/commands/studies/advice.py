@@ -240,8 +240,8 @@ def step_costs(problem: Problem, choice: Choice) -> tuple[StepCost, ...]:
 
 def _sent_nbytes(plan: Plan, problem: Problem) -> float:
     """The bytes that a rank sends of the updates of a round."""
-    dtypes = {tensor.name: tensor.dtype for tensor in problem.trace.tensors}
+    tensors, topology = problem.trace.by_name, problem.topology
     return sum(
-        unit_sent_nbytes(unit.program, unit.numel, dtypes[unit.parameter], unit.compressor, problem.topology)
+        unit_sent_nbytes(unit.program, unit.numel, tensors[unit.parameter].dtype, unit.compressor, topology)
         for unit in plan.units
     )

@@ -15,19 +15,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gckernels.codec import Codec
-
 from ...plans.plan import Plan
-from ...programs.enumeration import enumerate_programs
-from ...programs.named import ALLREDUCE
-from ...programs.steps import Coding, Encode, Place, Program
+from ...programs.steps import Coding, Hop, Place, Program
 from ..drafts.drafts import Launches, Option, draft_of_launches, plan_of
+from ..drafts.options import options_of
 from ..drafts.problem import Problem
 from ..machines.machine import Floats
 from ..search.maxplus import Choice, State, Steps, longest
 from ..search.rows import BACKWARD
 from ..search.search import Search, with_options
-from .messages import each_alone
+from .messages import codecs, each_alone
 
 MAX_TRAVERSED = 512
 """The largest number of combinations of counts that are all tried."""
@@ -92,20 +89,9 @@ def on_host(program: Program) -> Program:
 
 
 def _options(problem: Problem) -> list[Option]:
-    """All options on the device, first those that compress nothing."""
-    exact, encoded = [Option(ALLREDUCE)], []
-    for program in enumerate_programs(problem.topology):
-        if not _encodes(program) and program != ALLREDUCE:
-            exact.append(Option(program))
-    for compressor in problem.compressors:
-        if isinstance(compressor, Codec):
-            programs = enumerate_programs(problem.topology, summable=compressor.traits.summable)
-            encoded += [Option(program, compressor) for program in programs if _encodes(program)]
-    return [*exact, *encoded]
-
-
-def _encodes(program: Program) -> bool:
-    return any(isinstance(step, Encode) for step in program)
+    """All options on the device, first those that compress nothing. Rings are not in Espresso's tree."""
+    found = (option for compressor in (None, *codecs(problem)) for option in options_of(problem, compressor))
+    return [option for option in found if not any(isinstance(step, Hop) for step in option.program)]
 
 
 # -------------------------------------------------------------------- the two algorithms

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option
+from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option, draft_of_launches
 from ..drafts.problem import Problem
 from ..machines.machine import Floats
 from .item_rows import Item, RowMaker
@@ -95,7 +95,7 @@ class Search:
 
     def uniform(self, launches: Sequence[Item], options: Sequence[Option], count: int) -> list[Draft]:
         """The best drafts in which all launches are one message with the same option, at most ``count``."""
-        draft = tuple((MessageDraft(tuple(launch)),) for launch in launches)
+        draft = draft_of_launches(launches, Option())
         rows = self._rows(self._first(draft), tuple(options))
         behind = np.array([self._maker.lanes.behind([option]) for option in options])[:, None]
         rows = replace(rows, lanes=np.where(rows.lanes == FINISH, behind, rows.lanes))
