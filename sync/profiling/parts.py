@@ -14,7 +14,7 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
 from ..communication.communicators import Communicators
-from ..planner.machines.curves import CodecModel, CollectiveCurve, CopyCurve
+from ..planner.machines.curves import CodecModel, CollectiveCurve, CopyCurve, place_suffix
 from ..planner.machines.machine import Overheads, Shared
 from ..programs.stages import StageKind
 from ..programs.steps import AllGather, AllReduce, AllToAll, Collective, Level, Place
@@ -137,8 +137,7 @@ class Parts:
         """Measure some works of all methods, each method as a part of its own."""
         for method in methods:
             works = [work for work in works_of(method) if work in measured]
-            name = f"{' and '.join(work.value for work in works)} of {method}"
-            name = name if place == Place.DEVICE else f"{name} ({place.value})"
+            name = f"{' and '.join(work.value for work in works)} of {method}{place_suffix(place)}"
             if works:
                 measure = partial(measure_codecs, self.session, arena, method, works, place)
                 self.codecs += self.session.part(name, measure) or []

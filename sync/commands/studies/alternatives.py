@@ -12,7 +12,6 @@ from gckernels.ops import Identity
 from ...accuracy.accuracy import error_on, fitted, unfitted
 from ...planner.drafts.problem import Problem
 from ...planner.machines.machine import MachineError
-from ...planner.timeline.timeline import timeline
 from ...plans.names import program_name, short_spec
 from ...plans.plan import Plan, PlanError, UnitPlan
 from ...programs.named import ALLREDUCE, PROGRAMS, exact_program, ring
@@ -79,7 +78,7 @@ def _tried(problem: Problem, plan: Plan, changed: Sequence[UnitPlan], compressor
         for unit in changed:
             sizes_of(unit.program, unit.numel, problem.trace.by_name[unit.parameter].dtype, unit.compressor, *where)
         other = replace(plan, units=units, topology=problem.topology)
-        step_s = timeline(other, problem.trace, problem.pricer, problem.frontend).step_s
+        step_s = problem.timeline(other).step_s
     except (PlanError, ProgramError, MachineError):
         return
     compressed = [unit for unit in changed if not isinstance(unit.compressor, Identity)]

@@ -123,7 +123,7 @@ class CollectiveCurve:
         return self.curve.error
 
     def __str__(self) -> str:
-        return f"{self.step} {self.level.value}{_suffix(self.place)}"
+        return f"{self.step} {self.level.value}{place_suffix(self.place)}"
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class CodecModel:
     error: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.compressor} {self.work.value}{_suffix(self.place)}"
+        return f"{self.compressor} {self.work.value}{place_suffix(self.place)}"
 
 
 def is_fitted_from(base: Compressor, method: Compressor) -> bool:
@@ -230,5 +230,6 @@ def is_fitted_from(base: Compressor, method: Compressor) -> bool:
     return all(mine is None or mine == other for mine, other in pairs)
 
 
-def _suffix(place: Place) -> str:
+def place_suffix(place: Place) -> str:
+    """The end of the name of a measurement: nothing on the device."""
     return "" if place == Place.DEVICE else f" ({place.value})"

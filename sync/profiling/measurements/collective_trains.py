@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 
 from ...communication.communicators import Communicators
-from ...planner.machines.curves import CollectiveCurve
+from ...planner.machines.curves import CollectiveCurve, place_suffix
 from ...programs.steps import Broadcast, Collective, Gather, Place, Reduce
 from ...resources.stage import Issue
 from .collectives import LONG_CALL_S, LONG_TRAIN, TRAIN, calls_of, train, wire_nbytes
@@ -52,8 +52,7 @@ class CollectiveTrains:
         self._spent_s: dict[int, float] = {}  # at this moment
 
     def __str__(self) -> str:
-        name = f"{type(self.step).__name__} {self.step.level.value}"
-        return name if self.place == Place.DEVICE else f"{name} ({self.place.value})"
+        return f"{type(self.step).__name__} {self.step.level.value}{place_suffix(self.place)}"
 
     def begin(self) -> None:
         """Measure all sizes for the first time. Collective.
