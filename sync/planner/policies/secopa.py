@@ -17,7 +17,7 @@ import numpy as np
 from gckernels.codec import Codec
 
 from ...plans.plan import Plan
-from ...programs.named import ALLREDUCE, PARAMETER_SERVER, ring
+from ...programs.named import ALLREDUCE, ring
 from ...programs.stages import StageKind
 from ...programs.steps import AllGather, Broadcast, Decode, Encode, Gather, Level, Place, Program, Reduce, ReduceScatter
 from ...programs.topology import Topology
@@ -105,7 +105,9 @@ def option_choices(problem: Problem, compressor: Codec, exchange: Exchange) -> I
     except MachineError:
         return
     shards = problem.topology.devices if levels else 1
-    compressed, exact = _program(exchange, nodes, levels), _exact_program(levels)
+    by_servers = (Encode(), Gather(level), Decode(), Encode(), Broadcast(level), Decode())
+    compressed = _around(ring(nodes, level) if exchange == Exchange.RING else by_servers, levels)
+    exact = _around((Reduce(level), Broadcast(level)), levels)
     sizes = {-(-tensor.numel // shards) for tensor in problem.trace.tensors}
     decisions = {numel: decide(numel, costs, exchange) for numel in sizes}
     most = max(1, MAX_PARTS // len(problem.trace.tensors))
@@ -148,28 +150,9 @@ def by_option(launches: Launches, chosen: Sequence[Option]) -> Draft:
     return tuple(map(messages, launches))
 
 
-def _program(exchange: Exchange, nodes: int, levels: bool) -> Program:
-    """The program of a compressed gradient."""
-    inter = Level.INTER if levels else Level.FLAT
-    if exchange == Exchange.RING:
-        between = ring(nodes, inter)
-    elif levels:
-        between = (Encode(), Gather(inter), Decode(), Encode(), Broadcast(inter), Decode())
-    else:
-        between = PARAMETER_SERVER
-    return _inside(between) if levels else between
-
-
-def _exact_program(levels: bool) -> Program:
-    """The program of a gradient that goes through servers without compression."""
-    inter = Level.INTER if levels else Level.FLAT
-    between = (Reduce(inter), Broadcast(inter))
-    return _inside(between) if levels else between
-
-
-def _inside(between: Program) -> Program:
-    """The program with sums inside a machine before, and their shards gathered afterwards."""
-    return (ReduceScatter(Level.INTRA), *between, AllGather(Level.INTRA))
+def _around(between: Program, levels: bool) -> Program:
+    """The program between nodes, with sums inside a machine before, and their shards gathered afterwards."""
+    return (ReduceScatter(Level.INTRA), *between, AllGather(Level.INTRA)) if levels else between
 
 
 # -------------------------------------------------------------------- the cost model
