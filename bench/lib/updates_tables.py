@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,16 +13,17 @@ from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
 
 UPDATES, STEPS = RESULTS / "cpu" / "updates.csv", RESULTS / "cpu" / "updates_steps.csv"
-PLAIN, EVERY = "none", ", every "
+PLAIN = "none"
 SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 
 
 def parts_of(arm: str) -> tuple[str, int, str]:
     """The compressor of an arm; the number of steps of its rounds, 0 for gradients; and the number that ends its name,
-    which is a decay or a delay."""
-    spec, _, rest = arm.partition(EVERY)
-    every, _, setting = rest.partition(", ")
-    return spec, int(every or 0), setting.rpartition(" ")[2]
+    which is a decay or a delay, empty if there is none."""
+    found = re.fullmatch(r"(.*?)(?:, every (\d+))?(?:, (?:decay|delay) ([\d.]+))?", arm)
+    assert found is not None
+    spec, every, setting = found.groups()
+    return spec, int(every or 0), setting or ""
 
 
 def accuracy_table(
@@ -114,6 +116,7 @@ def short_name(arm: str) -> str:
     spec, every, decay = parts_of(arm)
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
     name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
+    name += f", decay {decay}" if decay and not every else ""
     return f"{name}, H = {every}, decay {decay}" if every else name if arm == PLAIN else f"gradients: {name}"
 
 

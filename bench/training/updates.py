@@ -6,7 +6,7 @@
 
 A network of ``networks.py`` is trained, once for each arm and seed: in plain DDP; with a compressor attached to DDP, so
 that gradients are compressed before the optimizer makes steps of them; and with the updates of rounds compressed, where
-the arm says how many steps a round has (``every``), and what residuals are multiplied by (``decay``). Rows of
+the arm says how many steps a round has (``every``). Residuals are multiplied by ``decay``, if the arm has it. Rows of
 ``bench/results/cpu/updates.csv`` have the cross-entropy on the test set in bits (per byte or image) after all steps and
 the share of correct predictions, with the same parameters and data in all arms of a seed, and the bits that a rank
 sends per element and step. With ``--curve-every`` they have the loss between steps, too, as ``steps:loss``. The final
@@ -35,6 +35,7 @@ OPTIMIZERS = {"adamw": bytes_lm.make_adamw, "sgd": digits.make_sgd}
 ARMS = (
     PLAIN,
     "EFSignSGD",
+    *(f"{SIGNS}, decay {decay}" for decay in (0.5, 0.25)),
     *(f"{SIGNS}, every {every}, decay 0.8" for every in (1, 2)),
     *(f"{SIGNS}, every 2, decay {decay}" for decay in (0.5, 1)),
     "EFSignSGD(block=1024), every 2, decay 0.8",
@@ -65,7 +66,10 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     module = network.build()
     spec, every, decay = parts_of(arm)
     model: torch.nn.Module = module if every else DistributedDataParallel(module)
-    attachments = [] if every or arm == PLAIN else [sync.attach(model, spec)]
+    attachments = []
+    if not every and arm != PLAIN:
+        plan = sync.uniform_plan(model, spec)
+        attachments.append(sync.attach(model, plan.with_units(unit.decaying(float(decay or 1)) for unit in plan.units)))
 
     def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         optimizer = OPTIMIZERS[args.optimizer](parameters)

@@ -102,8 +102,8 @@ def average_updates(
         anchor_device: the device of the parameters with which a round began, and of the state of ``outer``: "cpu" to
             have them in the memory of the host. By default it is that of the model.
         decay: from 0 to 1, by which residuals are multiplied before they are added to the next update. With 1 nothing
-            is lost. The default is what has been best for signs: 0.8 for rounds of one or two steps, and 1 for longer
-            ones.
+            is lost, with 0 no residual is kept. The default is what has been best for signs: 0.8 for rounds of one or
+            two steps, and 1 for longer ones; for a plan it is that of its units (``feedback``).
         scale_steps: whether steps of ``optimizer`` are made longer, by a factor for each tensor. An optimizer like Adam
             makes short steps on one rank, because the second moment of a small batch has more noise than that of the
             gradients of all ranks. The factor is measured in every round, with 68 bytes per tensor. By default it is
@@ -140,7 +140,7 @@ def average_updates(
         start_step=start_step,
         options=ModuleOptions(process_group),
         is_tuned=auto is not None,
-        decay=_default_decay(every) if decay is None else decay,
+        decay=_default_decay(every) if decay is None and not isinstance(plan, Plan) else decay,
         optimizer=optimizer,
         schedule=Schedule(every, fragments, delay),
         mixing=mixing,

@@ -56,8 +56,6 @@ class Runtime(RuntimeState):
         synchronises: whether this runtime gets the gradients. Otherwise it has no lanes or process groups.
         residual_bits: 8 to keep residuals in 8 bits where an encoding can, otherwise 32.
         can_discard: whether steps may be discarded; then, as with a scaler, each step keeps a copy of the residuals.
-        decay: what residuals are multiplied by, from 0 to 1, before a compressed step adds them to what it encodes.
-            States of compressors that are no error, such as a momentum, are left alone.
 
     Attributes:
         plan: as given.
@@ -95,13 +93,13 @@ class Runtime(RuntimeState):
         synchronises: bool = True,
         can_discard: bool = False,
         residual_bits: int = 32,
-        decay: float = 1.0,
     ) -> None:
         super().__init__(plan, group, device, seed, residual_bits)
         self.synchronises, self.is_draining, self.is_waiting, self.averages_only = synchronises, False, False, False
         self.common_plan = plan
-        self.start_step, self._decay = max(start_step, plan.start_step), decay
+        self.start_step = max(start_step, plan.start_step)
         self.watch, self.unused = self._feedback.watch, self._feedback.unused
+        self._decays = any(unit.feedback not in (0, 1) for unit in plan.units)
         self._milestones = sorted({first for unit in plan.units for first, _ in unit.compressor.schedule})
         self._communicators: Communicators | None = None
         self._arenas: dict[int, BufferArena] = {}
@@ -301,18 +299,18 @@ class Runtime(RuntimeState):
         return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for place, work in works]
 
     def _let_decay(self, engine: Engine) -> list[Token]:
-        """Queue the multiplication of residuals by their decay; encoding must wait for the returned tokens."""
-        if self._decay == 1.0:
-            return []
-        errors: dict[Place, list[Residual]] = {}
+        """Queue the multiplication of residuals that decay; encoding must wait for the returned tokens. States of
+        compressors that are no error, such as a momentum, are left alone."""
+        errors: dict[tuple[Place, float], list[Residual]] = {}
         units = self.plan.by_key
-        for kind, key, residual in self._feedback.items():
-            if kind in ENCODINGS and units[key].encoder(kind).traits.conserves:
+        for kind, key, residual in self._feedback.items() if self._decays else ():
+            unit = units[key]
+            if kind in ENCODINGS and unit.feedback != 1 and unit.encoder(kind).traits.conserves:
                 place = Place.DEVICE if residual.tensor.device.type == self.device.type else Place.HOST
-                errors.setdefault(place, []).append(residual)
+                errors.setdefault((place, unit.feedback), []).append(residual)
         start, lanes = engine.lanes.here(), engine.lanes
-        works = {place: functools.partial(multiply, each, self._decay) for place, each in errors.items()}
-        return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for place, work in works.items()]
+        works = {key: functools.partial(multiply, each, key[1]) for key, each in errors.items()}
+        return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for (place, _), work in works.items()]
 
     @property
     def problem(self) -> RuntimeError | None:

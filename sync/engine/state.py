@@ -131,7 +131,9 @@ class RuntimeState:
         return now, any(not held and self._holds(unit, copies.copy) for unit, held in zip(units, now, strict=True))
 
     def _holds(self, unit: UnitPlan, kept: Kept) -> bool:
-        return unit.feedback and any(bool(each.values.any()) for each in unsent(unit, self.topology, self.rank, kept))
+        return bool(unit.feedback) and any(
+            bool(each.values.any()) for each in unsent(unit, self.topology, self.rank, kept)
+        )
 
     def unsent(self, units: Sequence[UnitPlan], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The part of this rank in what has not been sent of some units, as

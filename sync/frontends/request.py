@@ -145,7 +145,7 @@ class Request:
         options: the arguments for bare modules.
         is_tuned: whether plans are found while the model is trained. Then ``weights`` is one of the things to try, and
             otherwise it is that of each plan without its own.
-        decay: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
+        decay: the feedback of all units that have any; ``None`` for that of each plan.
         caller: the name of the function that was called, for errors.
     """
 
@@ -166,7 +166,7 @@ class Request:
     start_step: int
     options: ModuleOptions
     is_tuned: bool = False
-    decay: float = 1.0
+    decay: float | None = None
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
@@ -198,9 +198,7 @@ class Request:
             synchronises: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
         """
         settings = (self.group, self.device, self.seed, self.start_step, self.enabled_scaler, parameters)
-        return Runtime(
-            plan, *settings, synchronises, self.can_discard, residual_bits=self.residual_bits, decay=self.decay
-        )
+        return Runtime(plan, *settings, synchronises, self.can_discard, self.residual_bits)
 
     def checked(self, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, str]:
         """The plan that is asked for, and a summary of the request, which must be the same on all ranks.
@@ -214,6 +212,8 @@ class Request:
         self._check_settings()
         world_size = dist.get_world_size(self.group)
         plan, summary = self._plan(parameters, world_size)
+        if (decay := self.decay) is not None:
+            plan = plan.with_units(unit.decaying(decay) for unit in plan.units)
         if (method := self.gathered_by) is not None:
             summary += f", parameters by {method}"
             if plan.weights is None and not self.is_tuned:

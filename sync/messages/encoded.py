@@ -7,6 +7,7 @@ with the size that :func:`~gckernels.sync.programs.sizes.sizes_of` returns.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
@@ -24,7 +25,6 @@ from .buffers import Buffers, Held, Raw, Staged, Travelling, as_payloads, cut, j
 from .codings import Codings
 from .collectives import New, bind_collective
 from .message import Message, Unit, compressor_names
-from .ring import add_shard, encode_shard
 from .seeds import Seeds
 
 
@@ -79,11 +79,10 @@ class EncodedMessage(Message):
                 return codings.decode(spec, as_payloads(held))
             case StageKind.RECODE:
                 return codings.recode(spec, as_payloads(held))
-            case StageKind.ENCODE_SHARD:
-                return encode_shard(buffers, codings, spec, buffers.pieces(held, spec.first))
-            case StageKind.ADD:
-                assert isinstance(held, Travelling)
-                return add_shard(buffers, codings, spec, held)
+            case StageKind.ENCODE_SHARD | StageKind.ADD:
+                ring = importlib.import_module(".ring", __package__)
+                bound: tuple[Work, Held] = ring.bind(buffers, codings, spec, held)
+                return bound
             case StageKind.CUT:
                 return self._cut(spec, buffers.pieces(held, spec.first))
             case StageKind.JOIN:

@@ -17,16 +17,24 @@ from gckernels.batch import bind_decodes
 from gckernels.codec import Decoding, Encoding, chunk_bounds
 
 from ..programs.sizes import Data
-from ..programs.stages import StageSpec
+from ..programs.stages import StageKind, StageSpec
 from ..programs.steps import Hop
 from ..resources.residual import EncodedForm, Residual
 from ..resources.workers import Work
-from .buffers import Buffers, Payloads, Raw, Travelling
+from .buffers import Buffers, Held, Payloads, Raw, Travelling
 from .codings import Codings, kind_of, tensor_of
 from .message import compressor_of
 
 
-def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw) -> tuple[Work, Travelling]:
+def bind(buffers: Buffers, codings: Codings, spec: StageSpec, held: Held) -> tuple[Work, Held]:
+    """The work of a stage of a ring, and the payloads that travel after it."""
+    if spec.kind == StageKind.ENCODE_SHARD:
+        return _encode_shard(buffers, codings, spec, buffers.pieces(held, spec.first))
+    assert isinstance(held, Travelling)
+    return _add_shard(buffers, codings, spec, held)
+
+
+def _encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw) -> tuple[Work, Travelling]:
     """The work that encodes the shard with which this rank begins; and the payloads that travel."""
     step = buffers.program[spec.stop]
     assert isinstance(step, Hop)
@@ -39,7 +47,7 @@ def encode_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Raw)
     return _bind_encodes(buffers, codings, spec, travelling, shard, ranks, sources), travelling
 
 
-def add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -> tuple[Work, Payloads]:
+def _add_shard(buffers: Buffers, codings: Codings, spec: StageSpec, held: Travelling) -> tuple[Work, Payloads]:
     """The work that adds this rank's part to the received shard and encodes the sum; and the new payloads.
 
     The payloads replace those that were sent, in the same buffer.

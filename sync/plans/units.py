@@ -13,6 +13,7 @@ from ..programs.named import ALLREDUCE, REDUCE_SCATTER, REDUCE_SCATTER_OF_LEVELS
 from ..programs.spans import SHARD, Span
 from ..programs.steps import Program, program_from_json, program_to_json
 from .arguments import plain_name
+from .json_files import Entry
 from .json_records import JsonForm, from_value
 
 MAX_CHANNELS = 64  # each channel has its own process groups and lanes
@@ -20,6 +21,15 @@ MAX_CHANNELS = 64  # each channel has its own process groups and lanes
 
 class PlanError(ValueError):
     """A plan that is not valid or does not fit the model; the message lists everything that is wrong."""
+
+
+def _read_feedback(entry: Entry) -> float:
+    """The value of an entry: true, false, or a number from 0 to 1."""
+    return entry.value if isinstance(entry.value, bool) else entry.number(most=1.0)
+
+
+def _write_feedback(feedback: float) -> float:
+    return bool(feedback) if feedback in (0, 1) else feedback
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,9 @@ class UnitPlan:
             first.
         compressor: the method that encodes the unit, fitted to its shape.
         program: the steps that synchronise the unit.
-        feedback: whether the compression error is kept and added to the next gradient.
+        feedback: the part of the compression error that is added to the next gradient, from 0 to 1. With 0 or False no
+            error is kept; with 1 or True nothing is lost. A number between them is the decay of residuals, by which
+            they are multiplied before each compressed step.
         start: the first element of a part, in the order in which the parameter lies in memory; ``None`` for a whole
             parameter.
         root: the rank that is the root of the unit's collectives; on other levels, the rank in the same place.
@@ -50,14 +62,15 @@ class UnitPlan:
             message. Only messages of compressors have channels.
 
     Raises:
-        PlanError: ``launch``, ``message`` or ``channel`` is neither ``None`` nor a valid number.
+        PlanError: ``feedback`` is no number from 0 to 1, or ``launch``, ``message`` or ``channel`` is neither ``None``
+            nor a valid number.
     """
 
     parameter: str
     numel: int
     compressor: Annotated[Compressor, JsonForm(from_value(from_json), Compressor.to_json)]
     program: Annotated[Program, JsonForm(from_value(program_from_json), program_to_json)]
-    feedback: bool
+    feedback: Annotated[float, JsonForm(_read_feedback, _write_feedback)]
     start: int | None = None
     root: int = 0
     also: tuple[str, ...] = ()
@@ -69,6 +82,8 @@ class UnitPlan:
         object.__setattr__(self, "parameter", plain_name(self.parameter))
         if self.also:
             object.__setattr__(self, "also", tuple(map(plain_name, self.also)))
+        if not isinstance(self.feedback, int | float) or not 0 <= self.feedback <= 1:
+            raise PlanError(f"plan: {self.key}: feedback must be a number from 0 to 1, got {self.feedback!r}")
         numbers = (("launch", self.launch, None), ("message", self.message, None))
         for name, value, limit in (*numbers, ("channel", self.channel, MAX_CHANNELS)):
             if value is not None and (type(value) is not int or value < 0 or (limit is not None and value >= limit)):
@@ -101,13 +116,13 @@ class UnitPlan:
             kind: ``"worker"``, the first encoding, or another name in ``residuals.ENCODINGS``.
         """
         if kind == "worker" or self.compressor.shard_compressor == self.compressor:
-            return self.feedback
-        return self.feedback and self.compressor.shard_compressor.traits.needs_feedback
+            return bool(self.feedback)
+        return bool(self.feedback) and self.compressor.shard_compressor.traits.needs_feedback
 
     @property
     def encodes_residuals(self) -> bool:
         """Whether the unit has residuals that may be in 8 bits."""
-        return self.feedback and isinstance(self.compressor, Codec) and self.compressor.encodes_residuals
+        return bool(self.feedback) and isinstance(self.compressor, Codec) and self.compressor.encodes_residuals
 
     def encoder(self, kind: str) -> Compressor:
         """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
@@ -125,6 +140,10 @@ class UnitPlan:
             if self.in_place
             else self
         )
+
+    def decaying(self, decay: float) -> UnitPlan:
+        """The unit with ``decay`` as its feedback, if it has feedback."""
+        return replace(self, feedback=decay) if self.feedback else self
 
     def at_step(self, step: int) -> UnitPlan:
         """The same unit with its compressor's configuration at ``step``, counted from the first compressed step."""

@@ -37,7 +37,7 @@ class UnitRow:
         nbytes: the bytes of its gradient.
         compressor: the spec of its compressor; empty if it is averaged without one.
         program: the name of its program.
-        feedback: whether its error is kept and added to the next gradient.
+        feedback: the part of its error that is added to the next gradient, from 0 to 1.
         sent_nbytes: the bytes that a rank sends for it in a step, as a mean over all ranks.
         plain_nbytes: the same without compression.
     """
@@ -47,7 +47,7 @@ class UnitRow:
     nbytes: int
     compressor: str
     program: str
-    feedback: bool
+    feedback: float
     sent_nbytes: float
     plain_nbytes: float
 

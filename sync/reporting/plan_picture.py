@@ -130,8 +130,8 @@ def _unit(unit: UnitRow, classes: dict[str, str], most: float) -> Markup:
     kind = classes[unit.sent_by]
     sizes = bar(("behind", unit.plain_nbytes), (kind, unit.sent_nbytes), most=most)
     label = [_named(kind, unit.sent_by)]
-    if unit.compressor and not unit.feedback:
-        label.append(tag("small", "no feedback"))
+    if unit.compressor and unit.feedback != 1:
+        label.append(tag("small", f"decay {unit.feedback:g}" if unit.feedback else "no feedback"))
     below = _named(kind, unit.sent_by, "below")
     return tag(
         "tr",

@@ -38,6 +38,7 @@ from .trials.trials import PLAIN
 from .watching.drift import Action, Allowance
 
 if TYPE_CHECKING:
+    from .decay import ResidualDecay
     from .recording import StepRecording
     from .watching.watching import Running
 
@@ -75,6 +76,10 @@ class Tuner:
         self._spans = StepSpans(model, training.frontend.group, training.frontend.device)
         self._found: dict[tuple[str, str], float] = {}  # errors because of which compressors were left
         self._running: Running | None = None  # once a plan has been watched
+        self._decay: ResidualDecay | None = None
+        if any(stage.is_aggressive for stage in rules.stages):
+            decay = importlib.import_module(".decay", __package__)
+            self._decay = decay.ResidualDecay(training.frontend.parameters().values())
         self._sequence = self._tuned()
         training.listeners.add(self._go_on)
         self._go_on()
@@ -85,6 +90,8 @@ class Tuner:
         self._sequence = (None for _ in ())
         self._end_proposals()
         self._spans.close()
+        if self._decay is not None:
+            self._decay.close()
 
     def _end_proposals(self) -> None:
         if self._recording is not None:
@@ -210,6 +217,8 @@ class Tuner:
                 plans = ()
             elif not number:
                 self._retries = self._retries.settled()
+            if self._decay is not None:
+                plans = tuple(map(self._decay.of, plans))
             winner = race.winner
             is_new = race.join({**joins, **{plan: _policy_of(plan) for plan in plans}}, before)
             if not number:

@@ -18,6 +18,11 @@ def groups_with(optimizer: torch.optim.Optimizer, ids: Set[int]) -> Iterator[dic
     return (group for group in optimizer.param_groups if ids and not ids.isdisjoint(map(id, group["params"])))
 
 
+def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer divides by the root of second moments, as those of Adam's class do."""
+    return all("betas" in group and "eps" in group for group in optimizer.param_groups)
+
+
 def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> RemovableHandle:
     """Watch the first step of an optimizer that has one of ``parameters``, and warn if it applies a momentum to them.
 

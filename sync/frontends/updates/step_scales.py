@@ -26,11 +26,6 @@ from .site_parameters import values_of
 _SUMS, _SAMPLE, _MEMORY = 16, 2**14, 0.9
 
 
-def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides by the root of second moments, as those of Adam's class do."""
-    return all("betas" in group and "eps" in group for group in optimizer.param_groups)
-
-
 class StepScales:
     """The factors of the tensors of a model, and the steps that are made longer by them.
 

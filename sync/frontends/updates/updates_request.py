@@ -17,12 +17,13 @@ from gckernels.ops import BlockQuant, Identity
 
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
+from ..checks.optimizer_checks import is_adaptive
 from ..module.module_checks import frozen_lines, planned_of
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
 from .schedule import Schedule
 from .site_parameters import own_parameters, shard_lines, values_of
-from .step_scales import StepScales, is_adaptive
+from .step_scales import StepScales
 
 Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
@@ -73,8 +74,8 @@ class UpdatesRequest(Request):
             raise ValueError(f"{self.caller}: mixing is for parameters that change in a delay, and delay is 0")
         if not (self.scale_steps is None or type(self.scale_steps) is bool):
             raise TypeError(f"{self.caller}: scale_steps must be None, True or False, got {self.scale_steps!r}")
-        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
-            raise ValueError(f"{self.caller}: decay must be a number from 0 to 1, got {decay!r}")
+        if not (decay is None or (isinstance(decay, int | float) and 0 <= decay <= 1)):
+            raise ValueError(f"{self.caller}: decay must be None or a number from 0 to 1, got {decay!r}")
         if not (scaler is None or isinstance(scaler, GradScaler)):
             got = type(scaler).__name__
             raise TypeError(f"{self.caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import Identity
 
-from ...accuracy.accuracy import Accuracy, AccuracyLike, as_accuracy, is_safe, start_step, unfitted
+from ...accuracy.accuracy import SAFE_ERROR, Accuracy, AccuracyLike, as_accuracy, is_safe, start_step, unfitted
 from ...plans.names import short_spec
 from ...plans.plan import Plan
 from ...traces.model_trace import ModelTrace
@@ -55,6 +55,11 @@ class Phase:
             return self.accuracy.named
         matrix = TracedTensor("matrix", 1, 0.0)
         return tuple(each for each in map(from_spec, CANDIDATES) if self.accuracy.allows(each, matrix))
+
+    @property
+    def is_aggressive(self) -> bool:
+        """Whether larger errors are allowed than by the rule ``"safe"``, and not in a list of compressors."""
+        return self.accuracy.named is None and self.accuracy.limit > SAFE_ERROR
 
     @property
     def allowed(self) -> str:

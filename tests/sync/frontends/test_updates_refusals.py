@@ -59,7 +59,7 @@ def arguments() -> None:
     for every in (0, 1.0, True, "2"):
         refused(ValueError, "every must be an int from 1 up", every=every)
     for decay in (-0.1, 1.5, "1", torch.nan):
-        refused(ValueError, "decay must be a number from 0 to 1", decay=decay)
+        refused(ValueError, "decay must be None or a number from 0 to 1", decay=decay)
     refused(TypeError, "grad_scaler must be a torch.amp.GradScaler or None, got float", grad_scaler=1.0)
     refused(ValueError, "start_step must be an int from 0 up", start_step=-1)
     refused(TypeError, "outer must be None or a function .* got SGD", outer=optimizer)

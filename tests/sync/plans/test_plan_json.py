@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"name": "Cast16", "dtype": "float99"},
     ),
     "program": (*NOTHING, "allgather", [{"step": "AllReduce", "level": "far"}]),
-    "feedback": (*NOTHING, [], 1),
+    "feedback": (*NOTHING, [], -1, 2),
     "start": (-1, True, "0", [], {}),
     "root": (None, -1, True, "0"),
     "also": (None, "bias", [1], {}),
