@@ -58,6 +58,29 @@ build/versions/newest.txt:
 	mkdir -p $(@D)
 	touch $@
 
+# Environments with the oldest releases of trainers that pyproject.toml allows, and the newest ones of the package index.
+INTEGRATIONS ?= oldest newest
+.PHONY: test-integrations $(INTEGRATIONS:%=test-integrations-with-%)
+test-integrations: ## trainings in Transformers, Accelerate, Lightning and torchft, with the INTEGRATIONS oldest, newest; 1 GB each
+	$(MAKE) --keep-going $(INTEGRATIONS:%=test-integrations-with-%)
+
+$(INTEGRATIONS:%=test-integrations-with-%): test-integrations-with-%: build/integrations/%/.installed
+	$(<D)/bin/python -m pytest --numprocesses 1 tests/sync/integrations
+
+build/integrations/%/.installed: build/integrations/%.txt pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --constraint constraints.txt --constraint $< \
+	--editable '.[test,accelerate,lightning,torchft,transformers]'
+	touch $@
+
+build/integrations/oldest.txt: pyproject.toml
+	mkdir -p $(@D)
+	sed -n 's/^\(accelerate\|lightning\|torchft\|transformers\) = \["\([a-z]*\)>=\([0-9.]*\)".*/\2==\3/p' $< > $@
+
+build/integrations/newest.txt:
+	mkdir -p $(@D)
+	touch $@
+
 check: $(INSTALLED) ## linter, formatter, types
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check

@@ -17,6 +17,8 @@ PURE = ("programs", "plans", "traces", "accuracy", "planner")
 """The folders of ``sync/`` that know no process group."""
 UPWARDS = ("gckernels.sync.frontends.kinds", "gckernels.sync.tuning.proposers")
 """The modules that import front ends, or the proposer of predicted plans, from above when these are asked for."""
+TRAINERS = ("accelerate", "lightning", "transformers")
+"""Packages that need not be installed."""
 MAX_MODULES = 14
 """The largest number of modules in a folder of ``sync/``."""
 
@@ -154,18 +156,28 @@ def test_the_lab_imports_nothing_else_of_the_package():
 @pytest.mark.parametrize(
     ("folder", "importers"),
     [
-        ("attaching", set()),
-        ("tuning", {"attaching", "commands", "predictive"}),
+        ("attaching", {"integrations"}),
+        ("tuning", {"attaching", "commands", "integrations", "predictive"}),
         ("predictive", set()),  # its name alone is known to what imports it when a training asks for predictions
         ("planner", {"predictive", "profiling", "commands"}),
-        ("frontends", {"attaching", "stats", "tracing", "reporting", "predictive", "tuning", "commands"}),
+        (
+            "frontends",
+            {"attaching", "stats", "tracing", "reporting", "predictive", "tuning", "commands", "integrations"},
+        ),
         ("reporting", {"attaching", "commands"}),
         ("commands", set()),
+        ("integrations", set()),
     ],
 )
 def test_a_folder_is_imported_from_above_alone(folder, importers):
     others = [arrow for arrow in arrows("sync") if floor_of(arrow[0]) not in (*importers, folder, "")]
     assert others and [arrow for arrow in others if floor_of(arrow[1]) == folder] == []
+
+
+@pytest.mark.parametrize("package", TRAINERS)
+def test_a_trainer_is_imported_by_its_own_module_alone(package):
+    importers = {name for name, target in [*library(), *arrows("sync")] if is_in(target, package)}
+    assert importers == {f"gckernels.sync.integrations.{package}"}
 
 
 def test_tests_import_neither_benchmarks_nor_examples():

@@ -9,7 +9,8 @@ such as a model, and assertions about its results::
 
 The first line of such a comment starts a new program, with new names, on the given number of ranks. A page starts with
 a program on one rank. ``<!-- run`` without a number continues the same program. All programs of a page run in the same
-folder, one after the other. Each has ``torch``, ``dist``, ``gckernels``, ``sync`` and ``DistributedDataParallel``
+folder, one after the other. With ``<!-- run on 2 ranks with lightning`` the program needs a package, without which it
+is left out. Each has ``torch``, ``dist``, ``gckernels``, ``sync`` and ``DistributedDataParallel``
 imported only if its page imports them.
 """
 
@@ -25,15 +26,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _PIECES = re.compile(
-    r"^```python\n(?P<block>.*?)^```$|^<!-- run(?: on (?P<ranks>\d+) ranks?)?\n(?P<hidden>.*?)^-->$", re.S | re.M
+    r"^```python\n(?P<block>.*?)^```$|"
+    r"^<!-- run(?: on (?P<ranks>\d+) ranks?(?: with (?P<package>\w+))?)?\n(?P<hidden>.*?)^-->$",
+    re.S | re.M,
 )
 
 
 @dataclass
 class Program:
-    """Code that is run on ``ranks`` ranks; lines are where they are in the page."""
+    """Code that is run on ``ranks`` ranks, and needs a ``package`` if it has a name; lines are where they are in the
+    page."""
 
     ranks: int = 1
+    package: str = ""
     lines: list[str] = field(default_factory=list)
 
     def add(self, code: str, line: int) -> None:
@@ -50,7 +55,7 @@ def programs(page: Path) -> list[Program]:
     found = [Program()]
     for piece in _PIECES.finditer(text):
         if piece["ranks"]:
-            found.append(Program(int(piece["ranks"])))
+            found.append(Program(int(piece["ranks"]), piece["package"] or ""))
         code = piece["block"] if piece["hidden"] is None else piece["hidden"]
         found[-1].add(code, text.count("\n", 0, piece.start()) + 1)
     return [program for program in found if "".join(program.lines).strip()]

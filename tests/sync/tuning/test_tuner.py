@@ -8,14 +8,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import tunings
+from gckernels import sync
 from gckernels.sync.frontends.ddp.reducer import comm_hook
 from gckernels.sync.tracing.model_tracer import ModelTracer
 from gckernels.sync.tuning import recording, tuner, uniform_candidates
-from gckernels.sync.tuning.trials.rules import STEPS
+from gckernels.sync.tuning.trials.rules import MORE, STEPS
 from gckernels.sync.tuning.trials.trials import LONG_TURN
-from models import build
+from models import SMALL_BUCKETS, build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted, train, tuned_handle
 from workloads import digest_of, thinned
@@ -91,6 +93,29 @@ def test_trials_go_on_in_longer_turns_if_noise_hides_the_fastest_plan():
     assert {*later} == {PLAIN, "four"}, "the slow one is out"
     assert sum(one != other for one, other in itertools.pairwise(later)) <= 3
     assert {*policies[STEPS + more :]} == {PLAIN} and "nothing is compressed" in decisions[0][1]
+
+
+def accumulated(micro_batches, find_unused):
+    """The steps at which plans were chosen while noise hid the fastest one, with gradients that are accumulated."""
+    module, handles = build("Mlp"), []
+    with scripted(module, SPECS, Noisy({PLAIN: 1.0, "four": 0.9, "eight": 9.0}), handles):
+        model = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=find_unused)
+        handles.append(sync.attach(model))
+        for step in range(STEPS + MORE):
+            with model.no_sync():
+                for _ in range(micro_batches - 1):
+                    model(module.batch(step, dist.get_rank())).backward()
+            model(module.batch(step, dist.get_rank())).backward()
+    found = [decision.step for decision in handles[0].decisions]
+    handles[0].close()
+    return found
+
+
+@pytest.mark.parametrize(("micro_batches", "find_unused"), [(2, True), (3, False)])
+def test_accumulated_gradients_delay_no_choice(micro_batches, find_unused):
+    """Steps are those of the optimizer, of which the choice takes no more than it says."""
+    for steps in values_of(run_ranks(2, accumulated, micro_batches, find_unused)):
+        assert len(steps) == 1 and STEPS <= steps[0] <= STEPS + MORE
 
 
 def plain_steps(front, fault, where, is_tuned):

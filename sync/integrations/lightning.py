@@ -1,0 +1,133 @@
+"""Compression in Lightning."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from gckernels.compressor import Compressor
+
+from ..attaching.attach import attach
+from ..attaching.attachment import Attachment
+from ..plans.plan import Plan
+from ..tuning.auto import Auto
+from .trainer_states import load_state, metrics, save_state, trained
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+else:
+    Strategy = object
+
+_SAFE = Auto()
+_SUFFIX = ".gckernels"
+
+
+class _Compressed(Strategy):
+    """The part that both strategies share, in front of one of Lightning's."""
+
+    attachment: Attachment | None = None
+    """The attachment of the training that runs; ``None`` outside of one."""
+
+    def __init__(
+        self,
+        plan: Plan | Compressor | str | Auto = _SAFE,
+        *,
+        allow_missing: bool = False,
+        settings: dict[str, Any] | None = None,
+        **strategy: Any,
+    ) -> None:
+        super().__init__(**strategy)
+        self._plan, self._settings, self._allow_missing = plan, settings or {}, allow_missing
+        self._resumed: tuple[str, str] | None = None  # the folder of a state that is to be loaded, and its checkpoint
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Attach to the model when Lightning has wrapped it for a training."""
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            settings = self._settings if scaler is None else {"grad_scaler": scaler, **self._settings}
+            self.attachment = attach(trained(type(self).__name__, self.model), self._plan, **settings)
+            self._resume()
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *options: Any, **named: Any) -> dict[str, Any]:
+        """Load a checkpoint, and the state beside it if a training is resumed."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *options, **named)
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._resumed = f"{os.fspath(checkpoint_path)}{_SUFFIX}", _named(checkpoint)
+            self._resume()
+        return checkpoint
+
+    def _resume(self) -> None:
+        """Load a state once there is an attachment: strategies load checkpoints before or after they wrap the model."""
+        if self.attachment is not None and self._resumed is not None:
+            (folder, checkpoint), self._resumed = self._resumed, None
+            load_state(self.attachment, folder, checkpoint, self._allow_missing)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Save a checkpoint, and the state beside it unless it has weights alone."""
+        name, is_resumable = _named(checkpoint), "optimizer_states" in checkpoint
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.attachment is not None and is_resumable:
+            save_state(self.attachment, self.broadcast(f"{os.fspath(filepath)}{_SUFFIX}"), name)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint with its state."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            shutil.rmtree(f"{os.fspath(filepath)}{_SUFFIX}", ignore_errors=True)
+
+    def teardown(self) -> None:
+        """End the attachment with the training."""
+        if self.attachment is not None:
+            self.attachment.close()
+            self.attachment = None
+        super().teardown()
+
+
+class CompressedDDPStrategy(_Compressed, DDPStrategy):
+    """DDP with compressed gradients::
+
+        trainer = Trainer(strategy=CompressedDDPStrategy())
+
+    It calls :func:`gckernels.sync.attach` when the model is wrapped for a training, with the gradient scaler of the
+    precision. The state of all ranks is saved in a folder beside each checkpoint, with ``.gckernels`` behind its name,
+    loaded with it, and removed with it.
+
+    Args:
+        plan: the second argument of ``attach``.
+        allow_missing: resume from a checkpoint without a state, with a warning.
+        settings: further arguments of ``attach``, by name.
+        strategy: arguments of ``DDPStrategy``.
+    """
+
+
+class CompressedModelParallelStrategy(_Compressed, ModelParallelStrategy):
+    """Models that ``configure_model`` has sharded with ``fully_shard``, with compressed gradients.
+
+    Its arguments and states are those of :class:`CompressedDDPStrategy`; ``strategy`` are arguments of
+    ``ModelParallelStrategy``.
+    """
+
+
+class CompressionStats(pl.Callback):
+    """Logs the numbers of ``stats()`` with the logger of the trainer, from ``gckernels/step`` to
+    ``gckernels/decisions``, every ``log_every_n_steps`` steps."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Log figures if they are due."""
+        attachment = getattr(trainer.strategy, "attachment", None)
+        if attachment is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics(attachment), step=trainer.global_step)
+
+
+def _named(checkpoint: dict[str, Any]) -> str:
+    return f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"

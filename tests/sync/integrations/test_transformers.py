@@ -1,0 +1,249 @@
+"""The callback of Transformers: trainings resume with the same bits, logs have figures, checkpoints are whole."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers", reason="needs the extra 'transformers'")
+
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import tunings
+from gckernels.sync.integrations.transformers import Compression
+from ranks import run_ranks, values_of
+from trainers import SAVED, STEPS, as_launched, digest, shard_on_cpu
+from tunings import PLAIN
+from workloads import digest_of
+
+VOCABULARY = 97
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 256
+
+    def __getitem__(self, index):
+        noise = torch.randint(0, 3, (32,), generator=torch.Generator().manual_seed(index))
+        ids = (torch.arange(32) * (index % 7 + 1) + noise) % VOCABULARY
+        return {"input_ids": ids, "labels": ids}
+
+
+class Arguments(TrainingArguments):
+    @property
+    def device(self):
+        """The device without its number, with which releases before 5.18 cannot load an optimizer on a CPU."""
+        return torch.device(super().device.type)
+
+
+def trainer_of(folder, callback, **arguments):
+    as_launched()
+    AcceleratorState._reset_state(True)
+    torch.manual_seed(0)
+    sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
+    given = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "save_steps": SAVED,
+        "logging_steps": SAVED,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "ddp_backend": "gloo",
+    }
+    callbacks = [] if callback is None else [callback]
+    trainer = Trainer(model=model, args=Arguments(**given | arguments), train_dataset=Texts(), callbacks=callbacks)
+    if "fsdp" in arguments:
+        shard_on_cpu(FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args))
+        trainer.is_fsdp_enabled = True
+    return trainer
+
+
+def trained(folder, callback, resumed=None, **arguments):
+    """The digest of a trained model, and its trainer."""
+    trainer = trainer_of(folder, callback, **arguments)
+    trainer.train(resume_from_checkpoint=resumed)
+    found = digest(trainer.model.parameters())
+    if callback is not None and callback.attachment is not None:
+        callback.attachment.close()
+    dist.barrier()
+    return found, trainer
+
+
+def resumed(folder, plan, arguments):
+    """The digests of a training, of one that resumes it, of one that resumes it without a state, and its steps."""
+    at = f"{folder}/checkpoint-{SAVED}"
+    whole, _ = trained(folder, Compression(plan), **arguments)
+    callback = Compression(plan)
+    again, _ = trained(folder, callback, at, **arguments)
+    steps = callback.attachment.steps
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{at}/gckernels")
+    dist.barrier()
+    without, _ = trained(folder, Compression(plan, allow_missing=True), at, **arguments)
+    gc.collect()
+    return whole, again, without, steps
+
+
+@pytest.mark.parametrize(
+    ("plan", "arguments"),
+    [
+        ("BlockQuant(bits=4)", {}),
+        ("BlockQuant(bits=4)", {"gradient_accumulation_steps": 2, "bf16": True, "max_grad_norm": 0.1}),
+        ("PowerSGD(rank=2)", {"ddp_find_unused_parameters": False}),
+        ("EFSignSGD", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+        ("BlockQuant(bits=4)", {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}),
+    ],
+)
+def test_a_training_resumes_with_the_same_bits(plan, arguments, tmp_path):
+    found = values_of(run_ranks(2, resumed, str(tmp_path), plan, arguments, timeout_s=280))
+    assert found[0] == found[1]
+    whole, again, without, steps = found[0]
+    assert whole == again and steps == STEPS
+    assert without != whole, "the state makes a difference"
+
+
+class Scripted(Compression):
+    """Finds its plan by the times that a test says."""
+
+    def __init__(self, model, step_s):
+        super().__init__()
+        self.handles = []
+        self.times = tunings.scripted(
+            model, {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}, step_s, self.handles
+        )
+
+    def on_train_begin(self, *arguments, **named):
+        self.times.__enter__()
+        super().on_train_begin(*arguments, **named)
+        self.handles.append(self.attachment)
+
+    def on_train_end(self, *_, **__):
+        self.times.__exit__(None, None, None)
+
+
+def tuned(folder, arguments, saved_at):
+    """The digests, plans and steps of a training that finds its plan, and of one that resumes it. The residuals that
+    one has saved, and the other has loaded, follow, and the last decision."""
+    found, unsent = [], []
+    steps = saved_at + 6
+    for at in (None, f"{folder}/checkpoint-{saved_at}"):
+        trainer = trainer_of(folder, None, max_steps=steps, save_steps=saved_at, **arguments)
+        callback = Scripted(trainer.model, {PLAIN: 1.0, "four": 0.5, "eight": 0.7})
+        trainer.add_callback(callback)
+        trainer.add_callback(Residuals(callback, unsent, saved_at))
+        trainer.train(resume_from_checkpoint=at)
+        attachment = callback.attachment
+        found.append((digest(trainer.model.parameters()), attachment.plan.fingerprint(), attachment.steps))
+        attachment.close()
+    return found, unsent, attachment.decisions[-1].text
+
+
+class Residuals(TrainerCallback):
+    """Notes digests of the residuals at a step."""
+
+    def __init__(self, callback, found, step):
+        self.callback, self.found, self.step = callback, found, step
+
+    def note(self, state):
+        if state.global_step == self.step:
+            feedback = self.callback.attachment.state_dict()["feedback"]["worker"]
+            self.found.append(digest_of(feedback[name] for name in sorted(feedback)))
+
+    def on_train_begin(self, args, state, control, **_):
+        self.note(state)
+
+    def on_save(self, args, state, control, **_):
+        self.note(state)
+
+
+ACCUMULATED = {"gradient_accumulation_steps": 2, "bf16": True}
+
+
+@pytest.mark.parametrize("arguments", [{}, ACCUMULATED], ids=["plain", "accumulated"])
+def test_a_plan_that_was_found_is_resumed_with_the_same_bits(arguments, tmp_path):
+    found = values_of(run_ranks(2, tuned, str(tmp_path), arguments, 72))
+    for (whole, again), unsent, last in found:
+        assert again == whole and whole[2] == 78
+        assert unsent[0] == unsent[1]
+        assert "resumed at step 72 with the saved plan" in last
+    assert found[0][0] == found[1][0]
+
+
+def test_trials_that_were_not_over_begin_anew_with_what_was_not_sent(tmp_path):
+    """The first step of the resumed training sends it exactly."""
+    for (_, again), unsent, last in values_of(run_ranks(2, tuned, str(tmp_path), ACCUMULATED, 24)):
+        assert unsent[0] == unsent[1] and again[2] == 30
+        assert "it is tuned anew: its trials had not ended" in last
+
+
+def resumed_elsewhere(folder):
+    """The errors of a training that is resumed without a state, and with that of another checkpoint."""
+    plan, at = "BlockQuant(bits=4)", f"{folder}/checkpoint-{SAVED}"
+    texts = []
+    trained(folder, Compression(plan))
+    trained(f"{folder}/other", Compression(plan), learning_rate=1e-2)
+    for callback in (Compression(plan), Compression(plan, resume_from=f"{folder}/other/checkpoint-{SAVED}")):
+        with pytest.raises((FileNotFoundError, ValueError)) as caught:
+            trained(f"{folder}/empty", callback, at)
+        callback.attachment.close()
+        texts.append(str(caught.value))
+    moved, _ = trained(f"{folder}/empty", Compression(plan, resume_from=at), at)
+    expected, _ = trained(folder, Compression(plan), at)
+    return texts, moved, expected
+
+
+def test_a_state_is_that_of_the_checkpoint(tmp_path):
+    for (missing, other), moved, expected in values_of(run_ranks(2, resumed_elsewhere, str(tmp_path))):
+        assert "empty/checkpoint-4/gckernels has no whole state" in missing and "allow_missing=True" in missing
+        assert "has the state of another checkpoint: step 4" in other
+        assert moved == expected
+
+
+class Logged(TrainerCallback):
+    def __init__(self):
+        self.logs = []
+
+    def on_log(self, args, state, control, logs=None, **_):
+        self.logs.append(dict(logs))
+
+
+def logged(folder):
+    callback, before = Compression("EFSignSGD"), Logged()
+    trainer = trainer_of(folder, before, save_total_limit=1)
+    trainer.add_callback(callback)
+    trainer.train()
+    numbers = [each for each in callback.attachment.stats().items() if not isinstance(each[1], str)]
+    callback.attachment.close()
+    return before.logs, trainer.state.log_history, numbers
+
+
+def test_figures_are_logged_where_the_trainer_logs(tmp_path):
+    for logs, history, numbers in values_of(run_ranks(2, logged, str(tmp_path))):
+        names = {f"gckernels/{name}" for name, _ in numbers}
+        assert names <= logs[-2].keys() and names <= history[-2].keys() and logs[-2]["gckernels/step"] == STEPS
+        assert "loss" not in logs[-1] and not names & logs[-1].keys()
+    assert [each.name for each in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{STEPS}"]
+
+
+def of_another_size(folder, at):
+    callback = Compression("BlockQuant(bits=4)")
+    found, _ = trained(folder, callback, at)
+    return found, callback.attachment.steps
+
+
+def test_another_number_of_ranks_resumes(tmp_path):
+    values_of(run_ranks(2, of_another_size, str(tmp_path), None))
+    found = values_of(run_ranks(3, of_another_size, str(tmp_path), f"{tmp_path}/checkpoint-{SAVED}"))
+    assert len({*found}) == 1 and found[0][1] == STEPS
