@@ -58,26 +58,30 @@ build/versions/newest.txt:
 	mkdir -p $(@D)
 	touch $@
 
-# Environments with the oldest releases of trainers that pyproject.toml allows, and the newest ones of the package index.
-INTEGRATIONS ?= oldest newest
+# Environments with the oldest releases of trainers that pyproject.toml allows, with the newest ones of the package index,
+# and with torchft of last night.
+INTEGRATIONS ?= oldest newest nightly
+TRAINERS_oldest := .[test,accelerate,lightning,torchft,transformers]
+TRAINERS_newest := $(TRAINERS_oldest)
+TRAINERS_nightly := .[test] torchft-nightly
 .PHONY: test-integrations $(INTEGRATIONS:%=test-integrations-with-%)
-test-integrations: ## trainings in Transformers, Accelerate, Lightning and torchft, with the INTEGRATIONS oldest, newest; 1 GB each
+test-integrations: ## trainings in Transformers, Accelerate, Lightning, torchft, with the INTEGRATIONS oldest, newest, nightly
 	$(MAKE) --keep-going $(INTEGRATIONS:%=test-integrations-with-%)
 
 $(INTEGRATIONS:%=test-integrations-with-%): test-integrations-with-%: build/integrations/%/.installed
 	$(<D)/bin/python -m pytest --numprocesses 1 tests/sync/integrations
+	$(<D)/bin/python -m pytest tests/package/test_pages.py -k trainers
 
 build/integrations/%/.installed: build/integrations/%.txt pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install --constraint constraints.txt --constraint $< \
-	--editable '.[test,accelerate,lightning,torchft,transformers]'
+	$(@D)/bin/python -m pip install --constraint constraints.txt --constraint $< --editable $(TRAINERS_$*)
 	touch $@
 
 build/integrations/oldest.txt: pyproject.toml
 	mkdir -p $(@D)
 	sed -n 's/^\(accelerate\|lightning\|torchft\|transformers\) = \["\([a-z]*\)>=\([0-9.]*\)".*/\2==\3/p' $< > $@
 
-build/integrations/newest.txt:
+build/integrations/newest.txt build/integrations/nightly.txt:
 	mkdir -p $(@D)
 	touch $@
 
