@@ -69,7 +69,7 @@ test-integrations: ## trainings in Transformers, Accelerate, Lightning, torchft,
 	$(MAKE) --keep-going $(INTEGRATIONS:%=test-integrations-with-%)
 
 $(INTEGRATIONS:%=test-integrations-with-%): test-integrations-with-%: build/integrations/%/.installed
-	$(<D)/bin/python -m pytest --numprocesses 1 tests/sync/integrations
+	$(<D)/bin/python -m pytest --numprocesses 1 tests/sync/integrations bench/tests/test_finetune.py
 	$(<D)/bin/python -m pytest tests/package/test_pages.py -k trainers
 
 build/integrations/%/.installed: build/integrations/%.txt pyproject.toml constraints.txt
