@@ -61,11 +61,11 @@ build/versions/newest.txt:
 # Environments with the oldest releases of trainers that pyproject.toml allows, with the newest ones of the package index,
 # and with torchft of last night.
 INTEGRATIONS ?= oldest newest nightly
-TRAINERS_oldest := .[test,accelerate,lightning,torchft,transformers]
+TRAINERS_oldest := .[test,accelerate,lightning,torchft,torchtitan,transformers]
 TRAINERS_newest := $(TRAINERS_oldest)
 TRAINERS_nightly := .[test] torchft-nightly
 .PHONY: test-integrations $(INTEGRATIONS:%=test-integrations-with-%)
-test-integrations: ## trainings in Transformers, Accelerate, Lightning, torchft, with the INTEGRATIONS oldest, newest, nightly
+test-integrations: ## trainings in other packages' trainers, with the INTEGRATIONS oldest, newest, nightly
 	$(MAKE) --keep-going $(INTEGRATIONS:%=test-integrations-with-%)
 
 $(INTEGRATIONS:%=test-integrations-with-%): test-integrations-with-%: build/integrations/%/.installed
@@ -79,7 +79,7 @@ build/integrations/%/.installed: build/integrations/%.txt pyproject.toml constra
 
 build/integrations/oldest.txt: pyproject.toml
 	mkdir -p $(@D)
-	sed -n 's/^\(accelerate\|lightning\|torchft\|transformers\) = \["\([a-z]*\)>=\([0-9.]*\)".*/\2==\3/p' $< > $@
+	sed -n 's/^\(accelerate\|lightning\|torchft\|torchtitan\|transformers\) = \["\([a-z]*\)>=\([0-9.]*\)".*/\2==\3/p' $< > $@
 
 build/integrations/newest.txt build/integrations/nightly.txt:
 	mkdir -p $(@D)

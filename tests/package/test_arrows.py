@@ -17,7 +17,7 @@ PURE = ("programs", "plans", "traces", "accuracy", "planner")
 """The folders of ``sync/`` that know no process group."""
 UPWARDS = ("gckernels.sync.frontends.kinds", "gckernels.sync.tuning.proposers")
 """The modules that import front ends, or the proposer of predicted plans, from above when these are asked for."""
-TRAINERS = ("accelerate", "lightning", "torchft", "transformers")
+TRAINERS = ("accelerate", "lightning", "torchft", "torchtitan", "transformers")
 """Packages that need not be installed."""
 MAX_MODULES = 14
 """The largest number of modules in a folder of ``sync/``."""
