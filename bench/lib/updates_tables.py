@@ -20,7 +20,8 @@ SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 def parts_of(arm: str) -> tuple[str, int, str]:
     """The compressor of an arm, the number of steps of its rounds, and the number that ends its name.
 
-    Gradients have no rounds, so their number of steps is 0. The last number is a decay or a delay, empty if there is none.
+    Gradients have no rounds, so their number of steps is 0. The last number is a decay or a delay, empty if there is
+    none.
     """
     found = re.fullmatch(r"(.*?)(?:, every (\d+))?(?:, (?:decay|delay) ([\d.]+))?", arm)
     assert found is not None
