@@ -10,19 +10,16 @@ from accelerate import Accelerator
 
 from gckernels.compressor import Compressor
 
-from ..attaching.attach import attach
 from ..attaching.attachment import Attachment
 from ..plans.plan import Plan
 from ..tuning.auto import Auto
-from .trainer_states import STATE, load_state, save_state, trained
-
-_SAFE = Auto()
+from .trainer_states import SAFE, STATE, attached, load_state, save_state, trained
 
 
 def compress(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    plan: Plan | Compressor | str | Auto = _SAFE,
+    plan: Plan | Compressor | str | Auto = SAFE,
     *,
     allow_missing: bool = False,
     **settings: Any,
@@ -53,9 +50,7 @@ def compress(
     if number is None:
         raise ValueError("compress: model must be one that accelerator.prepare has returned, got another one")
     name = f"{STATE}_{number}" if number else STATE
-    if accelerator.scaler is not None:
-        settings = {"grad_scaler": accelerator.scaler, **settings}
-    attachment = attach(inner, plan, **settings)
+    attachment = attached("compress", model, plan, accelerator.scaler, settings)
 
     def save(models: Any, weights: Any, folder: str) -> None:
         save_state(attachment, Path(folder, name))

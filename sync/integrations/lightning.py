@@ -12,18 +12,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from gckernels.compressor import Compressor
 
-from ..attaching.attach import attach
 from ..attaching.attachment import Attachment
 from ..plans.plan import Plan
 from ..tuning.auto import Auto
-from .trainer_states import load_state, metrics, save_state, trained
+from .trainer_states import SAFE, attached, load_state, metrics, save_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 else:
     Strategy = object
 
-_SAFE = Auto()
 _SUFFIX = ".gckernels"
 
 
@@ -35,7 +33,7 @@ class _Compressed(Strategy):
 
     def __init__(
         self,
-        plan: Plan | Compressor | str | Auto = _SAFE,
+        plan: Plan | Compressor | str | Auto = SAFE,
         *,
         allow_missing: bool = False,
         settings: dict[str, Any] | None = None,
@@ -50,8 +48,7 @@ class _Compressed(Strategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             scaler = getattr(self.precision_plugin, "scaler", None)
-            settings = self._settings if scaler is None else {"grad_scaler": scaler, **self._settings}
-            self.attachment = attach(trained(type(self).__name__, self.model), self._plan, **settings)
+            self.attachment = attached(type(self).__name__, self.model, self._plan, scaler, self._settings)
             self._resume()
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *options: Any, **named: Any) -> dict[str, Any]:

@@ -9,18 +9,26 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from gckernels.compressor import Compressor
+
+from ..attaching.attach import attach
 from ..attaching.attachment import Attachment
 from ..communication.agreement import agreed, device_of
 from ..frontends.kinds import kind_of
-from ..plans.plan import Frontend
+from ..plans.plan import Frontend, Plan
 from ..stats.decisions import LOGGER
+from ..tuning.auto import Auto
 
+SAFE = Auto()
+"""The plan of trainers that are given none."""
 STATE = "gckernels"
 """The name of the folder of a state, and of the state in it."""
 _WHOLE = ".metadata"
@@ -48,14 +56,37 @@ def trained(caller: str, model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
+def attached(
+    caller: str,
+    model: torch.nn.Module,
+    plan: Plan | Compressor | str | Auto,
+    scaler: GradScaler | None,
+    settings: dict[str, Any],
+) -> Attachment:
+    """The attachment of the model that a trainer trains, with the gradient scaler that the trainer has.
+
+    Args:
+        caller: the name of the caller, for errors.
+        model: the model as the trainer has prepared it.
+        plan: the second argument of ``attach``.
+        scaler: the gradient scaler; ``None`` if there is none.
+        settings: further arguments of ``attach``.
+    """
+    given = {} if scaler is None else {"grad_scaler": scaler}
+    return attach(trained(caller, model), plan, **given | settings)
+
+
 def save_state(attachment: Attachment, folder: str | os.PathLike[str], checkpoint: str = "") -> None:
-    """Write the state of an attachment into a folder, which is made. Every rank calls it with the same folder.
+    """Write the state of an attachment into a folder, which is made, unless the attachment has been closed. Every rank
+    calls it with the same folder.
 
     Args:
         attachment: the attachment.
         folder: the folder.
         checkpoint: a text by which the checkpoint of the trainer is known; that of rank 0 counts.
     """
+    if not attachment._frontend.is_open:
+        return
     group, is_first = dist.distributed_c10d._get_default_group(), dist.get_rank() == 0
 
     def remove() -> tuple[bool, list[str]]:
@@ -72,7 +103,7 @@ def load_state(
     attachment: Attachment, folder: str | os.PathLike[str], checkpoint: str = "", allow_missing: bool = False
 ) -> None:
     """Continue from the state that :func:`save_state` has written, by as many ranks or by another number. Every rank
-    calls it, after ``attach`` and before the next step.
+    calls it, after ``attach`` and before the next step. Nothing happens if the attachment has been closed.
 
     Args:
         attachment: the attachment.
@@ -85,6 +116,8 @@ def load_state(
         FileNotFoundError: there is no state, or not a whole one. Other ranks raise a RuntimeError if they have one.
         ValueError: the state is that of another checkpoint, or does not fit the plan. Nothing has been changed.
     """
+    if not attachment._frontend.is_open:
+        return
 
     def find() -> tuple[str, list[str]]:
         found = "a state" if Path(folder, _WHOLE).is_file() else "no state"

@@ -15,13 +15,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gckernels.compressor import Compressor
 
-from ..attaching.attach import attach
 from ..attaching.attachment import Attachment
 from ..plans.plan import Plan
 from ..tuning.auto import Auto
-from .trainer_states import STATE, load_state, metrics, save_state, trained
-
-_SAFE = Auto()
+from .trainer_states import SAFE, STATE, attached, load_state, metrics, save_state
 
 
 class Compression(TrainerCallback):
@@ -47,7 +44,7 @@ class Compression(TrainerCallback):
 
     def __init__(
         self,
-        plan: Plan | Compressor | str | Auto = _SAFE,
+        plan: Plan | Compressor | str | Auto = SAFE,
         *,
         resume_from: str | os.PathLike[str] | None = None,
         allow_missing: bool = False,
@@ -72,9 +69,8 @@ class Compression(TrainerCallback):
         if state.is_hyper_param_search:
             raise ValueError("Compression: a search for hyperparameters is not supported; train without this callback")
         trainer = self._trainer()
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        settings = self._settings if scaler is None else {"grad_scaler": scaler, **self._settings}
-        self.attachment = attach(trained("Compression", trainer.model_wrapped), self._plan, **settings)
+        scaler = trainer.accelerator.scaler
+        self.attachment = attached("Compression", trainer.model_wrapped, self._plan, scaler, self._settings)
         if state.global_step:
             folder = _checkpoint(args, state) if self._resume_from is None else Path(self._resume_from)
             load_state(self.attachment, folder / STATE, _named(state), self._allow_missing)
@@ -103,12 +99,13 @@ class Compression(TrainerCallback):
         Callbacks are given the model before it was wrapped, and not the trainer, so the objects of the garbage
         collector are searched.
         """
-        every = (each for each in gc.get_objects() if issubclass(type(each), Trainer))
-        trainer = next(each for each in every if self in each.callback_handler.callbacks)
-        callbacks = trainer.callback_handler.callbacks
-        callbacks.remove(self)
-        callbacks.insert(0, self)
-        return trainer
+        for each in gc.get_objects():
+            handler = getattr(each, "callback_handler", None) if issubclass(type(each), Trainer) else None
+            if handler is not None and self in handler.callbacks:
+                handler.callbacks.remove(self)
+                handler.callbacks.insert(0, self)
+                return each
+        raise RuntimeError("Compression: its trainer is not found; call gc.freeze() later than trainer.train()")
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

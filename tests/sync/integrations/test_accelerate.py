@@ -126,6 +126,19 @@ def test_wrong_arguments_change_nothing():
     values_of(run_ranks(2, refused))
 
 
+def with_a_scaler():
+    accelerator = accelerator_of()
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    model = accelerator.prepare(network())
+    attachment = compress(accelerator, model, FOUR)
+    assert attachment._frontend.request.grad_scaler is accelerator.scaler
+    attachment.close()
+
+
+def test_the_gradient_scaler_is_that_of_the_accelerator():
+    values_of(run_ranks(2, with_a_scaler))
+
+
 def two_models(folder):
     accelerator = accelerator_of()
     models = accelerator.prepare(network(), network())
@@ -133,10 +146,12 @@ def two_models(folder):
     for model in models:
         loss_of(model, torch.ones(4, 64)).backward()
     accelerator.save_state(folder)
-    for attachment in attachments:
-        attachment.close()
+    attachments[1].close()
+    accelerator.save_state(f"{folder}/later")
+    attachments[0].close()
 
 
 def test_each_model_has_a_folder(tmp_path):
     values_of(run_ranks(2, two_models, str(tmp_path)))
     assert {each.name for each in tmp_path.glob("gckernels*")} == {"gckernels", "gckernels_1"}
+    assert {each.name for each in (tmp_path / "later").glob("gckernels*")} == {"gckernels"}, "the other one is closed"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -247,3 +249,33 @@ def test_another_number_of_ranks_resumes(tmp_path):
     values_of(run_ranks(2, of_another_size, str(tmp_path), None))
     found = values_of(run_ranks(3, of_another_size, str(tmp_path), f"{tmp_path}/checkpoint-{SAVED}"))
     assert len({*found}) == 1 and found[0][1] == STEPS
+
+
+def twice(folder):
+    callback = Compression("BlockQuant(bits=4)")
+    trainer = trainer_of(folder, callback, save_strategy="no")
+    found = []
+    for _ in range(2):
+        trainer.train()
+        found.append((callback.attachment.steps, digest(trainer.model.parameters())))
+    callback.attachment.close()
+    return found
+
+
+def test_a_trainer_trains_twice(tmp_path):
+    found = values_of(run_ranks(2, twice, str(tmp_path)))
+    assert found[0] == found[1] and [steps for steps, _ in found[0]] == [STEPS, STEPS]
+
+
+def without_ranks(folder):
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    callback = Compression("BlockQuant(bits=4)")
+    with mock.patch(f"{__name__}.as_launched"):
+        trainer_of(folder, callback, save_strategy="no", ddp_backend=None).train()
+    return callback.attachment
+
+
+def test_a_process_alone_trains_as_without_it(tmp_path):
+    assert values_of(run_ranks(1, without_ranks, str(tmp_path), fresh=True)) == [None]
