@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image  # a dependency of matplotlib
 
 from bench.lib.record import read_csv
-from bench.lib.updates_tables import best_rates
+from bench.lib.updates_tables import best_rates, to_plain
 
 DPI = 100
 PLAIN = "none"
@@ -48,15 +48,20 @@ def draw_convergence(path: Path) -> Path:
 
 
 def draw_updates(path: Path) -> Path:
-    """Draw ``updates.csv``, a panel for each network and optimizer: the loss, with the rate that is best for each arm,
-    against the bits per element and step. Returns the PNG's path."""
-    panels = best_rates(read_csv(path))
+    """Draw ``updates.csv``, a panel for each network and optimizer; returns the PNG's path.
+
+    Losses, with the rate that is best for each arm, are drawn as differences to plain DDP with the same seed.
+    """
+    panels = {
+        name: {arm: (bits, to_plain(results, arm)) for arm, (bits, _) in results.items()}
+        for name, results in best_rates(read_csv(path)).items()
+    }
     return _save_panels(panels, _draw_network, path.with_suffix(".png"))
 
 
 def _draw_network(axes: Axes, name: str, results: Mapping[str, tuple[float, list[float]]]) -> None:
     axes.set_xlabel("bits sent per element and step by one rank")
-    axes.set_ylabel("test loss in bits (axis reversed)")
+    axes.set_ylabel("bits of test loss, minus plain DDP (axis reversed)")
     axes.set_title(f"{name}, 2 ranks; single runs and their mean, each arm with its best rate", fontsize=10)
     _draw_points(axes, results, higher_is_better=False)
 

@@ -49,9 +49,10 @@ def accuracy_table(
             sent[row["arm"]] = row["sent_bits"]
     table = []
     for arm, found in sorted(bits.items(), key=lambda item: _order(item[0])):
-        differences = [found[seed] - bits[PLAIN][seed] for seed in found]
-        change = "" if arm == PLAIN else f"{statistics.fmean(differences):+.3f}"
-        each = "" if arm == PLAIN else ", ".join(f"{one:+.3f}" for one in differences)
+        plain = {} if arm == PLAIN else bits.get(PLAIN, {})
+        differences = [found[seed] - plain[seed] for seed in found if seed in plain]
+        change = f"{statistics.fmean(differences):+.3f}" if differences else ""
+        each = ", ".join(f"{one:+.3f}" for one in differences)
         spec, every, decay = parts_of(arm)
         what = "gradients" if not every else f"updates of {every} step{'s' if every > 1 else ''}"
         name = "nothing" if arm == PLAIN else f"`{spec}`"
@@ -76,8 +77,14 @@ def steps_table(path: Path = STEPS) -> str:
     return markdown_of_cells(["", *columns], lines)
 
 
-Results = dict[str, tuple[float, list[float]]]
+Results = dict[str, tuple[float, dict[str, float]]]
 """For each arm the bits that it sends per element and step, and the loss of each seed."""
+
+
+def to_plain(results: Results, arm: str) -> list[float]:
+    """The differences of an arm's losses to those of plain DDP, for each seed that both have."""
+    plain = results[PLAIN][1]
+    return [loss - plain[seed] for seed, loss in results[arm][1].items() if seed in plain]
 
 
 def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
@@ -92,23 +99,28 @@ def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
             rates = {row["peak_lr"]: float(row["bits"]) for row in of_arm if row["seed"] == "0"}
             best = min(rates, key=lambda rate: rates[rate])
             at_best = [row for row in of_arm if row["peak_lr"] == best]
-            results[short_name(arm)] = float(at_best[0]["sent_bits"]), [float(row["bits"]) for row in at_best]
+            results[short_name(arm)] = (
+                float(at_best[0]["sent_bits"]),
+                {row["seed"]: float(row["bits"]) for row in at_best},
+            )
         found[" with ".join(name)] = results
     return found
 
 
 def best_table(path: Path = UPDATES) -> str:
-    """A row for every arm, with the difference of its mean loss to that of plain DDP for each network and optimizer.
-    Both have the rates that are best for them. Bits are those sent with the first network."""
+    """A row for every arm, with the mean difference of its loss to plain DDP's for each network and optimizer.
+
+    Differences are of the same seeds, and both have the rates that are best for them. Bits are those sent with the
+    first network.
+    """
     found = best_rates(read_csv(path))
     arms = dict.fromkeys(arm for results in found.values() for arm in results if arm != PLAIN)
     sent = {arm: f"{results[arm][0]:.2f}" for results in reversed(found.values()) for arm in results}
-    plain = {name: statistics.fmean(results[PLAIN][1]) for name, results in found.items()}
-    lines = [["plain DDP", "32", *(f"{loss:.3f}" for loss in plain.values())]]
+    plain = (statistics.fmean(results[PLAIN][1].values()) for results in found.values())
+    lines = [["plain DDP", "32", *(f"{loss:.3f}" for loss in plain)]]
     for arm in sorted(arms, key=lambda arm: -float(sent[arm])):
         differences = (
-            f"{statistics.fmean(results[arm][1]) - plain[name]:+.3f}" if arm in results else ""
-            for name, results in found.items()
+            f"{statistics.fmean(to_plain(results, arm)):+.3f}" if arm in results else "" for results in found.values()
         )
         lines.append([arm, sent[arm], *differences])
     return markdown_of_cells(["", "bits sent", *found], lines)
