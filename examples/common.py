@@ -155,13 +155,7 @@ def report(
         "decision": "" if handle is None or not handle.decisions else handle.decisions[-1].short,
         "accuracy": accuracy,
         **extra,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "versions": {
-            "gckernels": _version("gckernels"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "date": datetime.date.today().isoformat(),
+        **measured_with(device),
     }
     print(
         f"{example}, {args.compressor}, {record['world_size']} ranks on {record['device']}: "
@@ -175,6 +169,20 @@ def report(
     )
     if args.json is not None:
         args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def measured_with(device: torch.device, *packages: str) -> dict:
+    """The device of a measurement, its date, and the versions of gckernels, torch, Python and `packages`."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": {
+            "gckernels": _version("gckernels"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **{package: _version(package) for package in packages},
+        },
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def _version(package: str) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from examples.bytes_lm import load_text
+from examples.common import measured_with
 from gckernels.sync import lab
 
 CONTEXT, WIDTH, DEPTH, HEADS = 64, 128, 4, 4
@@ -85,6 +86,7 @@ def train(given: argparse.Namespace) -> None:
             "sent_nbytes_per_step": sent_nbytes,
             "loss": losses[-1],
             "decisions": [] if len(callbacks) == 1 else [each.text for each in callbacks[1].attachment.decisions],
+            **measured_with(model.device, "transformers"),
         }
         given.json.write_text(json.dumps(record))
 

@@ -99,10 +99,8 @@ def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
             rates = {row["peak_lr"]: float(row["bits"]) for row in of_arm if row["seed"] == "0"}
             best = min(rates, key=lambda rate: rates[rate])
             at_best = [row for row in of_arm if row["peak_lr"] == best]
-            results[short_name(arm)] = (
-                float(at_best[0]["sent_bits"]),
-                {row["seed"]: float(row["bits"]) for row in at_best},
-            )
+            losses = {row["seed"]: float(row["bits"]) for row in at_best}
+            results[short_name(arm)] = float(at_best[0]["sent_bits"]), losses
         found[" with ".join(name)] = results
     return found
 
@@ -131,8 +129,11 @@ def short_name(arm: str) -> str:
     spec, every, decay = parts_of(arm)
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
     name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
-    name += f", decay {decay}" if decay and not every else ""
-    return f"{name}, H = {every}, decay {decay}" if every else name if arm == PLAIN else f"gradients: {name}"
+    if every:
+        name += f", H = {every}"
+    if decay:
+        name += f", decay {decay}"
+    return name if every or arm == PLAIN else f"gradients: {name}"
 
 
 def _order(arm: str) -> tuple[int, bool, str]:

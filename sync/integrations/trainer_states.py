@@ -6,7 +6,6 @@ A state lies in a folder beside, or in, the checkpoint of the trainer. All ranks
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,7 @@ def load_state(
     if agreed("load_state", group, device_of(None), find) == "no state":
         if dist.get_rank() == 0:
             text = "gckernels: no state in %s; training goes on without what the checkpoint had not sent yet"
-            LOGGER.log(logging.WARNING, text, folder)
+            LOGGER.warning(text, folder)
         return
     head = {_CHECKPOINT: ""}
     load(head, checkpoint_id=folder)

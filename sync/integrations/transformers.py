@@ -90,8 +90,9 @@ class Compression(TrainerCallback):
     ) -> None:
         """Add figures to the logs of a loss."""
         if self.attachment is not None and logs is not None and "loss" in logs:
-            logs |= metrics(self.attachment)
-            state.log_history[-1] |= metrics(self.attachment)
+            figures = metrics(self.attachment)
+            logs |= figures
+            state.log_history[-1] |= figures
 
     def _trainer(self) -> Trainer:
         """The trainer of this callback, which then calls it before those that report logs elsewhere.

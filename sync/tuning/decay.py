@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gckernels.codec import Codec
 
 from ..accuracy.accuracy import is_safe
 from ..frontends.checks.hooks import weakly
-from ..frontends.checks.optimizer_checks import groups_with, is_adaptive
+from ..frontends.checks.optimizer_checks import at_first_step, is_adaptive
 from ..plans.plan import Plan
 
 ADAPTIVE_DECAY = 0.5
@@ -33,9 +32,8 @@ class ResidualDecay:
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._ids = {id(parameter) for parameter in parameters}  # no references, which would keep the model alive
         self._is_adaptive = False
-        self._handle = register_optimizer_step_post_hook(weakly(self._look))
+        self._handle = at_first_step(parameters, weakly(self._note))
         weakref.finalize(self, self._handle.remove).atexit = False
 
     def close(self) -> None:
@@ -55,8 +53,6 @@ class ResidualDecay:
         )
         return replace(plan, units=tuple(units))
 
-    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note the kind of an optimizer that steps the parameters."""
-        if any(groups_with(optimizer, self._ids)):
-            self._is_adaptive = is_adaptive(optimizer)
-            self._ids.clear()  # hooks of optimizers cannot be removed while they run
+    def _note(self, optimizer: torch.optim.Optimizer, groups: object) -> None:
+        """Note the kind of the optimizer that steps the parameters."""
+        self._is_adaptive = is_adaptive(optimizer)

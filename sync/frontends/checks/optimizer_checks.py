@@ -41,7 +41,7 @@ def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> R
             "separate parameter group."
         )
 
-    return _at_first_step(parameters, text)
+    return _warn_at_first_step(parameters, text)
 
 
 def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
@@ -52,7 +52,7 @@ def warn_of_scaler(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
         "will be wrong after the scale changes, and a part of them is lost in skipped steps. Pass "
         "grad_scaler=scaler to gckernels.sync.attach."
     )
-    return _at_first_step(parameters, lambda *_: warning if in_a_scaler() else "")
+    return _warn_at_first_step(parameters, lambda *_: warning if in_a_scaler() else "")
 
 
 def warn_of_steps_in_backward(parameters: Iterable[torch.nn.Parameter]) -> RemovableHandle:
@@ -70,10 +70,10 @@ def warn_of_steps_in_backward(parameters: Iterable[torch.nn.Parameter]) -> Remov
         )
 
     # there is no node in callbacks at the end of backward
-    return _at_first_step(parameters, text, when=torch._C._current_autograd_node)
+    return _warn_at_first_step(parameters, text, when=torch._C._current_autograd_node)
 
 
-def _at_first_step(
+def _warn_at_first_step(
     parameters: Iterable[torch.nn.Parameter],
     text: Callable[[torch.optim.Optimizer, list[dict[str, Any]]], str],
     when: Callable[[], object] = lambda: True,
@@ -84,6 +84,26 @@ def _at_first_step(
         parameters: the parameters.
         text: the warning, given the optimizer and its groups with these parameters; empty if there is none.
         when: returns something true if a step counts.
+    """
+
+    def warn(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+        if warning := text(optimizer, groups):
+            warnings.warn(warning, stacklevel=3)
+
+    return at_first_step(parameters, warn, when)
+
+
+def at_first_step(
+    parameters: Iterable[torch.nn.Parameter],
+    call: Callable[[torch.optim.Optimizer, list[dict[str, Any]]], object],
+    when: Callable[[], object] = lambda: True,
+) -> RemovableHandle:
+    """Watch optimizers, and call a function at the first step of one that has some of ``parameters``.
+
+    Args:
+        parameters: the parameters.
+        call: the function, given the optimizer and its groups with these parameters.
+        when: returns something true if a step counts.
 
     Returns:
         A handle whose ``remove`` ends the watch. After that first step the watch does nothing.
@@ -93,8 +113,7 @@ def _at_first_step(
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if when() and (groups := list(groups_with(optimizer, watched))):
             watched.clear()  # the hook cannot be removed here: torch iterates over its hooks
-            if warning := text(optimizer, groups):
-                warnings.warn(warning, stacklevel=2)
+            call(optimizer, groups)
 
     return register_optimizer_step_pre_hook(look)
 
