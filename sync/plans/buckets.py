@@ -11,6 +11,12 @@ import torch
 from .grouping import PlacedUnit
 from .plan import Plan, UnitPlan
 
+BUCKET_NBYTES = 25 * 2**20
+"""The size of a bucket of DDP or a bare module, unless its user asks for another."""
+UPDATE_BUCKET_NBYTES = 4 * 2**20
+"""The size of a bucket of updates. They are all ready at once, so small buckets let the first ones travel while others
+are measured and encoded."""
+
 _Group: TypeAlias = list[UnitPlan]
 """Units that share a parameter, in its order."""
 

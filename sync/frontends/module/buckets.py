@@ -27,8 +27,6 @@ from ...plans.strides import in_memory, in_reals
 from ..checks.models import refuse_sparse_gradient
 from ..members import Members, listed
 
-BUCKET_NBYTES = 25 * 2**20
-"""The largest number of bytes of a bucket, if neither the user nor the plan says another one."""
 BROADCAST_NBYTES = 250 * 2**20
 """The largest number of bytes of parameters that are broadcast together when a model is attached."""
 _KEPT = 2

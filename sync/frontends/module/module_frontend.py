@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...engine.runtime import Runtime
 from ...plans.arguments import differentiable
+from ...plans.buckets import BUCKET_NBYTES
 from ...plans.plan import Frontend, Plan
 from ..checks.hooks import weakly
 from ..checks.models import on_accumulated
@@ -24,7 +25,7 @@ from ..frontend import Before, ModelFrontend
 from ..members import Members
 from ..request import Request
 from .backward import Backward
-from .buckets import BROADCAST_NBYTES, BUCKET_NBYTES, Layouts
+from .buckets import BROADCAST_NBYTES, Layouts
 from .module_checks import checked_plan, fitting
 
 

@@ -20,6 +20,7 @@ from ...communication.agreement import agreed
 from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
 from ...plans.arguments import differentiable
+from ...plans.buckets import UPDATE_BUCKET_NBYTES
 from ...plans.builders import resumable
 from ...plans.plan import Frontend, Plan, UnitPlan
 from ...plans.strides import in_reals
@@ -36,9 +37,6 @@ from .schedule import Schedule, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements
 from .step_scales import StepScales
 from .updates_request import UpdatesRequest, checked_plan, fitting
-
-_BUCKET_NBYTES = 4 * 2**20
-"""All updates are ready at once, so small buckets let the first ones travel while others are measured and encoded."""
 
 
 class UpdatesFrontend(ModelFrontend):
@@ -142,7 +140,7 @@ class UpdatesFrontend(ModelFrontend):
         runtime.first_is_dense = False
         self._scales = self.request.scales(runtime.plan, self._scales)
         numels, fragments = self.numels().values(), self.request.schedule.fragments
-        nbytes = min(_BUCKET_NBYTES, 4 * sum(numels) // fragments)
+        nbytes = min(UPDATE_BUCKET_NBYTES, 4 * sum(numels) // fragments)
         self.runtime, self._layouts = runtime, Layouts(runtime, self._anchors.members, nbytes)
         self._buckets, self._trained = list[Bucket](), frozenset[str]()
         self._lay_out()

@@ -16,6 +16,7 @@ from gckernels.codec import Codec, chunk_numel
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
+from ...plans.buckets import BUCKET_NBYTES, UPDATE_BUCKET_NBYTES
 from ...plans.grouping import MessageSpec, group_units
 from ...plans.plan import Frontend, Plan, UnitPlan
 from ...programs.named import ALLREDUCE, exact_program
@@ -23,7 +24,7 @@ from ...programs.stages import MessageKind
 from ...programs.steps import Broadcast, Program
 from ...programs.topology import Topology, balanced
 from ..machines.machine import MachineError
-from ..timeline.launches import BUCKET_NBYTES, BucketLaunch, launches_of
+from ..timeline.launches import BucketLaunch, launches_of
 from .problem import Problem
 
 
@@ -115,11 +116,13 @@ def draft_of_launches(launches: Sequence[Sequence[int]], option: Option) -> Draf
     return tuple((MessageDraft(tuple(launch), option),) for launch in launches)
 
 
-def usual_launches(problem: Problem, max_nbytes: int = BUCKET_NBYTES) -> tuple[tuple[int, ...], ...]:
+def usual_launches(problem: Problem, max_nbytes: int | None = None) -> tuple[tuple[int, ...], ...]:
     """The launches without a reason for others: the buckets of DDP or FSDP2; for a bare module, neighbours of at most
-    ``max_nbytes`` bytes together."""
+    ``max_nbytes`` bytes together, by default those of a bucket."""
     if problem.buckets:
         return problem.buckets
+    if max_nbytes is None:
+        max_nbytes = BUCKET_NBYTES if problem.rounds is None else UPDATE_BUCKET_NBYTES
     launches: list[list[int]] = []
     nbytes = 0
     for number, tensor in enumerate(problem.trace.tensors):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...plans.buckets import cut_buckets
+from ...plans.buckets import BUCKET_NBYTES, cut_buckets
 from ...plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ...plans.plan import Frontend, Plan, PlanError, UnitPlan
 from ...programs.named import ALLREDUCE
@@ -15,8 +15,6 @@ from ...programs.steps import Collective, Program
 from ...traces.model_trace import ModelTrace
 from ...traces.traced_tensors import TracedTensor
 
-BUCKET_NBYTES = 25 << 20
-"""The size of a bucket of DDP or a bare module, unless its user asks for another."""
 FIRST_BUCKET_NBYTES = 1 << 20
 """The size of DDP's first bucket."""
 _STEADY = 1 << 40  # a step after the last milestone of all compressors

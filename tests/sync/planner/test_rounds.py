@@ -19,6 +19,7 @@ from gckernels.sync.planner.machines.machine import Machine
 from gckernels.sync.planner.machines.scaling import scaled
 from gckernels.sync.planner.policies.baselines import uniform
 from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.sync.plans.buckets import UPDATE_BUCKET_NBYTES
 from gckernels.sync.plans.plan import Frontend, Plan
 from gckernels.sync.programs.named import ALLGATHER, ALLTOALL
 from gckernels.sync.programs.sizes import unit_sent_nbytes
@@ -45,6 +46,18 @@ def problem_of_rounds(step: ModelTrace, machine: Machine, every: int, delay: int
 
 def rated(element_s: float = 0.0, link_s: float = 1e-8) -> RatedMachine:
     return RatedMachine(link_s=link_s, latency_s=1e-3, element_s=dict.fromkeys(Place, element_s))
+
+
+# -------------------------------------------------------------------- buckets
+
+
+def test_updates_are_planned_in_buckets_of_the_front_ends_size():
+    numel = UPDATE_BUCKET_NBYTES // 16
+    step = ModelTrace("m", tuple(TracedTensor(f"t{number}", numel, 0.0, (numel,)) for number in range(8)), 0.1)
+    problem = problem_of_rounds(step, rated(), 2)
+    gradients = replace(problem, trace=step, rounds=None)
+    assert usual_launches(problem) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert usual_launches(gradients) == (tuple(range(8)),)
 
 
 # -------------------------------------------------------------------- time
