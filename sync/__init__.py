@@ -23,6 +23,7 @@ from .tuning.auto import Auto
 if TYPE_CHECKING:
     from .attaching.average_updates import average_updates
     from .engine.timeline_file import record_timeline
+    from .frontends.updates.schedule import quadratic_rounds
     from .profiling.measure import profile
     from .tracing.model_tracing import ModelTracing, trace_model
 
@@ -46,6 +47,7 @@ __all__ = [
     "exempt_vectors",
     "profile",
     "programs",
+    "quadratic_rounds",
     "record_timeline",
     "trace_model",
     "uniform_plan",
@@ -56,6 +58,7 @@ _LATER = {
     "ModelTracing": ".tracing.model_tracing",
     "average_updates": ".attaching.average_updates",
     "profile": ".profiling.measure",
+    "quadratic_rounds": ".frontends.updates.schedule",
     "record_timeline": ".engine.timeline_file",
     "trace_model": ".tracing.model_tracing",
 }

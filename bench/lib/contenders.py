@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import gckernels
 from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, checked_arm
+from bench.lib.updates_tables import parts_of
 from gckernels import sync
 from gckernels.sync.accuracy.accuracy import allowed_compressors, as_accuracy, is_safe, unfitted
 from gckernels.sync.planner.choice import STARTS
@@ -75,6 +76,8 @@ def accuracy_of(arm: str) -> str:
         return AGGRESSIVE
     if arm in TUNED or arm in POLICY_ARMS:
         return arm.rpartition(", ")[2]
+    if parts_of(arm).every:
+        return AGGRESSIVE  # averaged updates: another training
     return SAFE if is_safe(gckernels.from_spec(arm.partition(THROUGH)[0])) else AGGRESSIVE
 
 

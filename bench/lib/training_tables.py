@@ -21,6 +21,9 @@ TRAINED = {
 FEW = ("none", "Cast16", "BlockQuant", "BlockQuant(bits=4)", "QSGD", "PowerSGD", "EFSignSGD", "ChunkTopK")
 """The compressors of the short table of accuracies."""
 
+SHOWN_RATE = "50mbit"
+"""The rate of the links in tables of times; updates have a table of their own."""
+
 Run = Mapping[str, str]
 
 
@@ -32,7 +35,7 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
         trained: rows of ``convergence.csv``. The rows of plain DDP, of the same recipes, are further seeds.
     """
     lines = []
-    for (model, network, rate), arms in _by_cell(rows).items():
+    for (model, network, rate), arms in _by_cell(run for run in rows if run["rate"] == SHOWN_RATE).items():
         plain = arms.get(PLAIN, [])
         seeds = {run["seed"] for run in plain}
         further = [
@@ -67,7 +70,8 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
 
 def late_table(rows: Iterable[Run]) -> str:
     """A line for each arm: its time to the second target over plain DDP's, a column for each model."""
-    cells = {model: arms for (model, _, _), arms in _by_cell(rows).items()}
+    shown = _by_cell(run for run in rows if run["rate"] == SHOWN_RATE)
+    cells = {model: arms for (model, _, _), arms in shown.items()}
     lines = []
     for arm in dict.fromkeys(arm for arms in cells.values() for arm in arms if arm != PLAIN):
         line = {"": arm_name(arm)}

@@ -6,6 +6,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.lib.arms import AGAIN
 from bench.lib.arms import PLAIN as PLAIN_DDP
@@ -17,16 +18,28 @@ PLAIN = "none"
 SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 
 
-def parts_of(arm: str) -> tuple[str, int, str]:
-    """The compressor of an arm, the number of steps of its rounds, and the number that ends its name.
+class Parts(NamedTuple):
+    """The parts of the name of an arm.
 
-    Gradients have no rounds, so their number of steps is 0. The last number is a decay or a delay, empty if there is
-    none.
+    Attributes:
+        spec: the compressor.
+        every: the number of steps of its rounds; 0 for gradients, which have none.
+        grows: whether rounds grow as the learning rate falls (``sync.quadratic_rounds``).
+        setting: the decay or delay that ends the name; empty if there is none.
     """
-    found = re.fullmatch(r"(.*?)(?:, every (\d+))?(?:, (?:decay|delay) ([\d.]+))?", arm)
+
+    spec: str
+    every: int
+    grows: bool
+    setting: str
+
+
+def parts_of(arm: str) -> Parts:
+    """The parts of the name of an arm."""
+    found = re.fullmatch(r"(.*?)(?:, every (\d+)( growing)?)?(?:, (?:decay|delay) ([\d.]+))?", arm)
     assert found is not None
-    spec, every, setting = found.groups()
-    return spec, int(every or 0), setting or ""
+    spec, every, grows, setting = found.groups()
+    return Parts(spec, int(every or 0), bool(grows), setting or "")
 
 
 def accuracy_table(
@@ -53,8 +66,10 @@ def accuracy_table(
         differences = [found[seed] - plain[seed] for seed in found if seed in plain]
         change = f"{statistics.fmean(differences):+.3f}" if differences else ""
         each = ", ".join(f"{one:+.3f}" for one in differences)
-        spec, every, decay = parts_of(arm)
+        spec, every, grows, decay = parts_of(arm)
         what = "gradients" if not every else f"updates of {every} step{'s' if every > 1 else ''}"
+        if grows:
+            what += " and more"
         name = "nothing" if arm == PLAIN else f"`{spec}`"
         table.append([what, name, decay, sent[arm], f"{statistics.fmean(found.values()):.3f}", change, each])
     unit = "bits per byte" if network.startswith("bytes") else "bits per image"
@@ -126,17 +141,17 @@ def best_table(path: Path = UPDATES) -> str:
 
 def short_name(arm: str) -> str:
     """The name of an arm in pictures, such as ``"signs, H = 2"``."""
-    spec, every, decay = parts_of(arm)
+    spec, every, grows, decay = parts_of(arm)
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
     name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
     if every:
-        name += f", H = {every}"
+        name += f", H = {every}{' and more' if grows else ''}"
     if decay:
         name += f", decay {decay}"
     return name if every or arm == PLAIN else f"gradients: {name}"
 
 
-def _order(arm: str) -> tuple[int, bool, str]:
+def _order(arm: str) -> tuple[float, bool, str]:
     """A key that sorts arms: gradients, then updates by the number of steps, each without compression first."""
-    spec, every, _ = parts_of(arm)
-    return every, spec not in (PLAIN, "Identity"), arm
+    spec, every, grows, _ = parts_of(arm)
+    return every + grows / 2, spec not in (PLAIN, "Identity"), arm

@@ -61,7 +61,7 @@ class Training:
     """
 
     def __init__(self, arm: str, setting: Setting) -> None:
-        workload, (spec, every, delay) = setting.workload, parts_of(arm)
+        workload, (spec, every, _, delay) = setting.workload, parts_of(arm)
         self._loss, self._batch, self._steps = workload.loss, setting.batch, every or 1
         model = workload.model()
         self._model = model if every else DistributedDataParallel(model, bucket_cap_mb=workload.bucket_cap_mb)

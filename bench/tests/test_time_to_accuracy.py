@@ -35,7 +35,7 @@ def test_the_network_is_evaluated_between_steps():
     network = model.build()
     timer = time_to_accuracy.Evaluated(model, network)
     state = torch.random.get_rng_state()
-    for _ in range(timer._every + 1):
+    for _ in range(timer.every + 1):
         with timer:
             pass
     ((seconds, metric),) = timer.curve

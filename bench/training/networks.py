@@ -33,12 +33,27 @@ class Network:
             function that makes an optimizer of the parameters, and a timer that is entered for each step.
         evaluate: returns the share of correct predictions on the test set, and the cross-entropy in bits; collective.
         steps: the usual number of steps.
+        rising: the share of the steps in which the learning rate rises.
     """
 
     build: Callable[[], nn.Module]
     train: Callable[[nn.Module, int, float, MakeOptimizer, common.StepTimer], None]
     evaluate: Callable[[nn.Module], tuple[float, float]]
     steps: int
+    rising: float
+
+    def rates(self, steps: int) -> list[float]:
+        """The learning rate of each step of a training, in parts of the highest one."""
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1.0, total_steps=steps, pct_start=self.rising, cycle_momentum=False
+        )
+        found = []
+        for _ in range(steps):
+            found.append(float(optimizer.param_groups[0]["lr"]))
+            optimizer.step()
+            schedule.step()
+        return found
 
 
 class ByteGRU(nn.Module):
@@ -93,9 +108,9 @@ def _evaluate_images(network: nn.Module) -> tuple[float, float]:
 
 EPOCH_STEPS = fashion_mnist.TRAIN_IMAGES // fashion_mnist.BATCH
 NETWORKS = {
-    "bytes_lm": Network(bytes_lm.ByteTransformer, _train_text, _evaluate_text, 400),
-    "bytes_gru": Network(ByteGRU, _train_text, _evaluate_text, 400),
-    "fashion_mnist": Network(fashion_mnist.build_model, _train_images, _evaluate_images, 3 * EPOCH_STEPS),
+    "bytes_lm": Network(bytes_lm.ByteTransformer, _train_text, _evaluate_text, 400, 0.1),
+    "bytes_gru": Network(ByteGRU, _train_text, _evaluate_text, 400, 0.1),
+    "fashion_mnist": Network(fashion_mnist.build_model, _train_images, _evaluate_images, 3 * EPOCH_STEPS, 0.3),
 }
 
 

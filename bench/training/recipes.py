@@ -11,9 +11,10 @@ import functools
 import gc
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -128,6 +129,8 @@ def _class_name(spec: str) -> str:
 # -------------------------------------------------------------------- models
 
 Evaluation = tuple[float, float | None]  # accuracy, bits per byte
+Prepare: TypeAlias = Callable[[torch.optim.Optimizer], None]
+"""A function that is called with the optimizer of a training before its first step."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class Model:
 
     Attributes:
         build: returns a new network, initialised from torch's global random state.
-        train: trains a DDP model on this rank's part of every batch.
+        train: trains a model on this rank's part of every batch.
         evaluate: evaluates the bare network on the test set.
         steps: number of training steps.
         adamw: whether AdamW trains it; otherwise SGD.
@@ -146,13 +149,28 @@ class Model:
     """
 
     build: Callable[[], nn.Module]
-    train: Callable[[nn.Module, torch.device, common.StepTimer, Recipe], None]
+    train: Callable[[nn.Module, torch.device, common.StepTimer, Recipe, Prepare], None]
     evaluate: Callable[[nn.Module, torch.device], Evaluation]
     steps: int
     adamw: bool
     metric: str
     higher_is_better: bool
     standard_error: float
+
+
+def nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Prepare nothing."""
+
+
+def _prepared(make: Callable[..., torch.optim.Optimizer], prepare: Prepare) -> Callable[..., torch.optim.Optimizer]:
+    """A function that makes an optimizer of parameters, and prepares it."""
+
+    def made(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = make(parameters)
+        prepare(optimizer)
+        return optimizer
+
+    return made
 
 
 def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
@@ -162,11 +180,13 @@ def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
     """
     load = functools.cache(source.load_data)
 
-    def train(model: nn.Module, device: torch.device, timer: common.StepTimer, recipe: Recipe) -> None:
+    def train(
+        model: nn.Module, device: torch.device, timer: common.StepTimer, recipe: Recipe, prepare: Prepare
+    ) -> None:
         lr, make_sgd = source.PEAK_LR * recipe.sgd_lr, functools.partial(digits.make_sgd, momentum=recipe.momentum)
         images, classes = load(device)[:2]
         settings = {"epochs": epochs, "peak_lr": lr, "batch_size": source.BATCH}
-        digits.train(model, images, classes, timer, **settings, make_optimizer=make_sgd)
+        digits.train(model, images, classes, timer, **settings, make_optimizer=_prepared(make_sgd, prepare))
 
     def evaluate(network: nn.Module, device: torch.device) -> Evaluation:
         return digits.evaluate(network, *load(device)[2:]), None
@@ -186,10 +206,13 @@ def _image_model(source: ModuleType, epochs: int, missed: float) -> Model:
 _text = functools.cache(bytes_lm.load_text)
 
 
-def _train_bytes_lm(model: nn.Module, device: torch.device, timer: common.StepTimer, recipe: Recipe) -> None:
+def _train_bytes_lm(
+    model: nn.Module, device: torch.device, timer: common.StepTimer, recipe: Recipe, prepare: Prepare
+) -> None:
     lr, make_optimizer = bytes_lm.PEAK_LR * recipe.adamw_lr, bytes_lm.make_adamw
     if recipe.bare:  # the same weight decay as AdamW's, which is added to the step, not to the gradient
         make_optimizer = functools.partial(torch.optim.SGD, lr=lr, weight_decay=0.01)
+    make_optimizer = _prepared(make_optimizer, prepare)
     bytes_lm.train(model, _text()[0], timer, steps=BYTES_LM_STEPS, peak_lr=lr, make_optimizer=make_optimizer)
 
 
@@ -308,7 +331,7 @@ def train_once(model_name: str, spec: str, seed: int, device: torch.device) -> R
         )
     timer = common.StepTimer(device)
     try:
-        model.train(ddp, device, timer, recipe)
+        model.train(ddp, device, timer, recipe, nothing)
         accuracy, bits_per_byte = model.evaluate(ddp.module, device)
         if not all(bool(parameter.isfinite().all()) for parameter in ddp.parameters()):
             # the argmax of NaN is a class too, and right for some samples

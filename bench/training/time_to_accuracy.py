@@ -2,11 +2,14 @@
 
     python -m bench.training.time_to_accuracy --models digits --rates 50mbit 1gbit
     python -m bench.training.time_to_accuracy --models bytes_lm --seeds 0 --arms "auto, safe" EFSignSGD --resume
+    python -m bench.training.time_to_accuracy --models bytes_lm --rates 2mbit --arms "EFSignSGD, every 2" --stop 3.6
 
 Every model, network, rate and seed is a cell with links of its own (``sync/lab``, needs root), and every arm trains the
 model of ``recipes.py`` once in it: plain DDP, PyTorch's hooks, compressors everywhere with their recipes, and
-``sync.attach(model)`` with the safe and the aggressive rule. All begin with the same weights and see the same data.
-Twenty times in a training the network is evaluated, which no time contains.
+``sync.attach(model)`` with the safe and the aggressive rule. Arms with ``every`` have ``sync.average_updates`` with
+rounds of as many steps. All begin with the same weights and see the same data. Twenty times in a training the network
+is evaluated, which no time contains; inside a round it is the mean of those of the ranks. With ``--stop`` a training
+ends when it is as good as that, with the steps of its learning rate unchanged.
 
 Rows of ``bench/results/cpu/time_to_accuracy.csv`` have the metric at the end, and the seconds of training: of all steps
 (``train_s``), and of the call that attaches (``attach_s``). ``early_s`` and ``late_s`` are the seconds, both included,
@@ -21,6 +24,8 @@ measures nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import gc
 import itertools
 import sys
@@ -38,7 +43,9 @@ from bench.lib.contenders import AGGRESSIVE, SAFE, summary
 from bench.lib.record import csv_path, read_csv
 from bench.lib.rounds import CPU
 from bench.lib.training_tables import training_table
+from bench.lib.updates_tables import parts_of
 from bench.training import fashion_mnist, recipes
+from bench.training.networks import NETWORKS, average_parameters
 from examples import common
 from gckernels import sync
 from gckernels.sync.lab import checked_rate, sent_nbytes
@@ -61,6 +68,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rates", nargs="+", type=checked_rate, default=["50mbit", "200mbit", "1gbit"])
     parser.add_argument("--seeds", nargs="+", type=int, default=list(recipes.SEEDS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="ARM")
+    parser.add_argument("--stop", type=float, help="a metric with which a training ends early")
     parser.add_argument("--table", action="store_true", help="print a table of the rows, and measure nothing")
     return parser.parse_args()
 
@@ -79,17 +87,26 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 class Evaluated(common.StepTimer):
     """Times the steps of a training, and evaluates the network between some of them.
 
+    Args:
+        model: how it is evaluated.
+        network: the network.
+        differs: whether its parameters differ between ranks; then the mean is evaluated.
+        stop: a metric that ends the training, with a :class:`Stop`; ``None`` for no such one.
+
     Attributes:
+        every: the number of steps between two evaluations.
         curve: seconds of training, and the metric after them.
         cpu_s: seconds of a core that the steps took.
     """
 
-    def __init__(self, model: recipes.Model, network: nn.Module) -> None:
+    def __init__(
+        self, model: recipes.Model, network: nn.Module, differs: bool = False, stop: float | None = None
+    ) -> None:
         super().__init__(CPU)
         self.curve: list[tuple[float, float]] = []
         self.cpu_s = 0.0
-        self._model, self._network = model, network
-        self._every = max(1, model.steps // EVALUATIONS)
+        self._model, self._network, self._differs, self._stop = model, network, differs, stop
+        self.every = max(1, model.steps // EVALUATIONS)
 
     def __enter__(self) -> Evaluated:
         self._start_cpu_s = time.process_time()
@@ -100,8 +117,22 @@ class Evaluated(common.StepTimer):
         super().__exit__(*exc)
         self.cpu_s += time.process_time() - self._start_cpu_s
         steps = len(self._steps_s)
-        if steps % self._every == 0 or steps == self._model.steps:
-            self.curve.append((sum(self._steps_s), metric_of(self._model, self._network)))
+        if steps % self.every == 0 or steps == self._model.steps:
+            network = self._network
+            if self._differs:
+                average_parameters(network := copy.deepcopy(network))
+            self.curve.append((sum(self._steps_s), metric_of(self._model, network)))
+            if self._stop is not None and is_reached(self._stop, self.curve[-1][1], self._model.higher_is_better):
+                raise Stop
+
+
+class Stop(Exception):
+    """A training is as good as wanted."""
+
+
+def is_reached(target: float, metric: float, higher_is_better: bool) -> bool:
+    """Whether a metric is at least as good as a target."""
+    return metric >= target if higher_is_better else metric <= target
 
 
 def metric_of(model: recipes.Model, network: nn.Module) -> float:
@@ -118,29 +149,40 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
     """Train the model with every arm of a cell; returns their rows."""
     rows = []
     for arm in cell.arms:
-        rows.append(trained(str(cell.columns["model"]), arm, int(cell.columns["seed"])))
+        rows.append(trained(str(cell.columns["model"]), arm, int(cell.columns["seed"]), args.stop))
         gc.collect()  # DDP is part of a reference cycle that would keep its buckets
         if dist.get_rank() == 0:
             print(", ".join(f"{name} {rows[-1][name]}" for name in PRINTED), flush=True)
     return rows
 
 
-def trained(model_name: str, arm: str, seed: int) -> Row:
+def trained(model_name: str, arm: str, seed: int, stop: float | None = None) -> Row:
     """The row of one training; collective."""
-    model = recipes.MODELS[model_name]
-    recipe = recipes.Recipe() if arm in (PLAIN, AUTO_SAFE, AUTO_AGGRESSIVE, *HOOKS) else recipes.recipe_of(arm)
+    model, (spec, every, grows, _) = recipes.MODELS[model_name], parts_of(arm)
+    rounds = sync.quadratic_rounds(NETWORKS[model_name].rates(model.steps), every) if grows else every
+    recipe = recipes.Recipe() if every or arm in (PLAIN, AUTO_SAFE, AUTO_AGGRESSIVE, *HOOKS) else recipes.recipe_of(arm)
     torch.manual_seed(seed)
     network, group = model.build(), dist.new_group()
     cap_mb = ONE_BUCKET_MB if arm == POWERSGD_HOOK else None
-    ddp = DistributedDataParallel(network, process_group=group, bucket_cap_mb=cap_mb)
-    timer = Evaluated(model, network)
+    ddp = None if every else DistributedDataParallel(network, process_group=group, bucket_cap_mb=cap_mb)
+    timer = Evaluated(model, network, bool(every), stop)
+    handle: sync.Attachment | None = None
+    attach_s, start_nbytes, attached_nbytes = 0.0, sent_nbytes(), 0
+
+    def prepare(optimizer: torch.optim.Optimizer) -> None:
+        nonlocal handle, attach_s, start_nbytes, attached_nbytes
+        dist.barrier()
+        start_s, start_nbytes = time.perf_counter(), sent_nbytes()
+        if ddp is None:
+            handle = sync.average_updates(network, optimizer, spec, every=rounds, seed=seed)
+        else:
+            handle = attached(ddp, arm, model, recipe, seed, group)
+        attach_s, attached_nbytes = time.perf_counter() - start_s, sent_nbytes()
+
+    with contextlib.suppress(Stop):
+        model.train(network if ddp is None else ddp, CPU, timer, recipe, prepare)
     dist.barrier()
-    start_s, before = time.perf_counter(), sent_nbytes()
-    handle = attached(ddp, arm, model, recipe, seed, group)
-    attach_s, attached_nbytes = time.perf_counter() - start_s, sent_nbytes()
-    model.train(ddp, CPU, timer, recipe)
-    dist.barrier()
-    nbytes = (attached_nbytes - before, sent_nbytes() - attached_nbytes)
+    nbytes = (attached_nbytes - start_nbytes, sent_nbytes() - attached_nbytes)
     means = torch.tensor([*nbytes, timer.cpu_s], dtype=torch.float64)
     dist.all_reduce(means)
     attach_nbytes, wire_nbytes, cpu_s = (means / dist.get_world_size()).tolist()
@@ -148,7 +190,11 @@ def trained(model_name: str, arm: str, seed: int) -> Row:
     row |= {"attach_s": f"{attach_s:.2f}", "attach_nbytes": f"{attach_nbytes:.0f}"}
     for name, target in zip(("early_s", "late_s"), TARGETS[model_name], strict=True):
         row[name] = seconds_to(target, timer.curve, attach_s, model.higher_is_better)
-    row |= {"wire_nbytes": f"{wire_nbytes:.0f}", "cpu_s": f"{cpu_s:.2f}", "steps": model.steps}
+    row |= {
+        "wire_nbytes": f"{wire_nbytes:.0f}",
+        "cpu_s": f"{cpu_s:.2f}",
+        "steps": min(len(timer.curve) * timer.every, model.steps),
+    }
     row["chosen"] = "" if handle is None else summary(handle.plan)
     decisions = [] if handle is None else handle.decisions
     row["decisions"] = " / ".join(f"step {each.step}: {each.text}" for each in decisions)
@@ -166,7 +212,7 @@ def attached(
     seed: int,
     group: dist.ProcessGroup,
 ) -> sync.Attachment | None:
-    """The attachment of an arm; ``None`` for plain DDP and PyTorch's hooks, which are registered."""
+    """The attachment of an arm to DDP; ``None`` for plain DDP and PyTorch's hooks, which are registered."""
     if arm == PLAIN:
         return None
     if arm in HOOKS:
@@ -182,7 +228,7 @@ def attached(
 def seconds_to(target: float, curve: list[tuple[float, float]], attach_s: float, higher_is_better: bool) -> str:
     """The seconds until an evaluation reached the target, with those before the first step; empty if none did."""
     for seconds, metric in curve:
-        if metric >= target if higher_is_better else metric <= target:
+        if is_reached(target, metric, higher_is_better):
             return f"{attach_s + seconds:.2f}"
     return ""
 

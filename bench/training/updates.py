@@ -6,11 +6,12 @@
 
 A network of ``networks.py`` is trained, once for each arm and seed: in plain DDP; with a compressor attached to DDP, so
 that gradients are compressed before the optimizer makes steps of them; and with the updates of rounds compressed, where
-the arm says how many steps a round has (``every``). Residuals are multiplied by ``decay``, if the arm has it. Rows of
-``bench/results/cpu/updates.csv`` have the cross-entropy on the test set in bits (per byte or image) after all steps and
-the share of correct predictions, with the same parameters and data in all arms of a seed, and the bits that a rank
-sends per element and step. With ``--curve-every`` they have the loss between steps, too, as ``steps:loss``. The final
-table has the mean difference to plain DDP.
+the arm says how many steps a round has (``every``). Rounds that are ``growing`` have more when the learning rate falls.
+Residuals are multiplied by ``decay``, if the arm has it. Rows of ``bench/results/cpu/updates.csv`` have the
+cross-entropy on the test set in bits (per byte or image) after all steps and the share of correct predictions, with the
+same parameters and data in all arms of a seed, and the bits that a rank sends per element and step. With
+``--curve-every`` they have the loss between steps, too, as ``steps:loss``. The final table has the mean difference to
+plain DDP.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ ARMS = (
     *(f"{SIGNS}, every {every}, decay 0.8" for every in (1, 2)),
     *(f"{SIGNS}, every 2, decay {decay}" for decay in (0.5, 1)),
     "EFSignSGD(block=1024), every 2, decay 0.8",
+    f"{SIGNS}, every 2 growing, decay 0.8",
     f"{SIGNS}, every 4, decay 1",
     *(f"BlockQuant(bits=4), every {every}, decay 1" for every in (4, 10, 30)),
     *(f"Identity, every {every}, decay 1" for every in (1, 2, 4)),
@@ -64,7 +66,8 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     network = NETWORKS[args.network]
     torch.manual_seed(seed)
     module = network.build()
-    spec, every, decay = parts_of(arm)
+    spec, every, grows, decay = parts_of(arm)
+    rounds = sync.quadratic_rounds(network.rates(args.steps), every) if grows else every
     model: torch.nn.Module = module if every else DistributedDataParallel(module)
     attachments = []
     if not every and arm != PLAIN:
@@ -76,18 +79,18 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
         if args.optimizer == "adamw":
             optimizer.param_groups[0]["betas"] = (0.9, args.beta2)
         if every:
-            attachments.append(sync.average_updates(model, optimizer, spec, every=every, decay=float(decay)))
+            attachments.append(sync.average_updates(model, optimizer, spec, every=rounds, decay=float(decay)))
         return optimizer
 
     torch.manual_seed(1000 + seed)  # all arms draw the same data
     curve = Curve(network, module, args.curve_every)
     network.train(model, args.steps, args.peak_lr, make_optimizer, curve)
     numel = sum(each.numel() for each in module.parameters())
-    nbytes = attachments[0].sent_nbytes_per_step() if attachments else 4 * numel
+    bits = 32.0
     for attachment in attachments:
+        bits = 8 * attachment.sent_nbytes_per_step() * attachment.steps / args.steps / numel
         attachment.close()
     average_parameters(module)
-    bits = 8 * nbytes / numel / (every or 1)
     correct, loss = network.evaluate(module)
     row: Row = {"network": args.network, "optimizer": args.optimizer, "arm": arm, "seed": seed, "steps": args.steps}
     row |= {"peak_lr": args.peak_lr, "beta2": args.beta2, "ranks": dist.get_world_size()}

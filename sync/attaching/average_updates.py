@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -15,9 +16,9 @@ from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.ownership import end_spent
 from ..frontends.request import UNCOMPRESSED, ModuleOptions
-from ..frontends.updates.schedule import Schedule
+from ..frontends.updates.schedule import Every, Schedule
 from ..frontends.updates.updates_frontend import UpdatesFrontend
-from ..frontends.updates.updates_request import PLAIN_MEAN, SHORT_ROUND, Outer, UpdatesRequest
+from ..frontends.updates.updates_request import PLAIN_MEAN, Outer, UpdatesRequest
 from ..plans.plan import Frontend, Plan
 from ..tuning.auto import Auto
 from .attachment import Attachment
@@ -33,7 +34,7 @@ def average_updates(
     optimizer: torch.optim.Optimizer,
     plan: Plan | Compressor | str | Auto = _SAFE,
     *,
-    every: int = 1,
+    every: Every = 1,
     fragments: int = 1,
     delay: int = 0,
     mixing: float | None = None,
@@ -88,7 +89,8 @@ def average_updates(
             and with an :class:`~gckernels.sync.Auto`, one compressor is found while the model is trained: rounds with
             each of those that ``accuracy`` allows are timed. ``"aggressive"`` allows signs, from the first round on,
             and needs no ``steps``. Times alone decide; ``every`` is always yours.
-        every: the number of steps of a round.
+        every: the number of steps of a round. Rounds may grow: ``{0: 2, 1000: 8, 2000: 8}`` has rounds of two steps, of
+            eight from 1000 steps on, and one that ends with step 2000.
         fragments: the number of parts of the model, with about the same number of bytes, which are sent one after the
             other in a round. With more than one, the parameters never are the same on all ranks together; those of a
             fragment are when it arrives.
@@ -129,6 +131,7 @@ def average_updates(
         model = model.module  # names are those of the module, as elsewhere
     averaging, everyone = UpdatesFrontend.groups(model, process_group)
     auto = of_updates(plan) if isinstance(plan, Auto) else None
+    schedule = Schedule(dict(every) if isinstance(every, Mapping) else every, fragments, delay)
     request = UpdatesRequest(
         frontend=Frontend.MODULE,
         group=averaging,
@@ -140,9 +143,9 @@ def average_updates(
         start_step=start_step,
         options=ModuleOptions(process_group),
         is_tuned=auto is not None,
-        decay=_default_decay(every) if decay is None and not isinstance(plan, Plan) else decay,
+        decay=_default_decay(schedule) if decay is None and not isinstance(plan, Plan) else decay,
         optimizer=optimizer,
-        schedule=Schedule(every, fragments, delay),
+        schedule=schedule,
         mixing=mixing,
         anchor_device=None if anchor_device is None else torch.device(anchor_device),
         outer=PLAIN_MEAN if outer is None else outer,
@@ -171,6 +174,6 @@ def of_updates(auto: Auto) -> Auto:
     return replace(auto, accuracy=AGGRESSIVE) if auto.accuracy == "aggressive" else auto
 
 
-def _default_decay(every: int) -> float:
+def _default_decay(schedule: Schedule) -> float:
     """The decay that has been best for signs (``bench/training/updates.py``)."""
-    return 0.8 if every in range(1, SHORT_ROUND + 1) else 1.0
+    return 0.8 if schedule.has_short_rounds else 1.0

@@ -2,21 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ..module.buckets import Bucket
 
+Every: TypeAlias = int | Mapping[int, int]
+"""The number of steps of every round, or those of the rounds from some steps on."""
+
+_ALPHA = 1.25
+"""The default of ``alpha`` over the highest learning rate: about 0.3 of the steps' bits with a rate that falls by a
+cosine (``bench/training/updates.py``)."""
+SHORT_ROUND = 2
+"""The number of steps of a round up to which a step is like one of plain DDP (``bench/training/updates.py``)."""
+
+
+def quadratic_rounds(rates: Sequence[float], every: int = 2, alpha: float | None = None) -> dict[int, int]:
+    """Rounds that grow as the learning rate falls, for the argument ``every`` of :func:`average_updates`.
+
+    A round has ``max(every, floor((alpha / rate) ** 2))`` steps, where ``rate`` is the learning rate of its first step
+    (quadratic synchronisation rule, Gu et al., arXiv:2310.14423, section 2). Before the highest rate rounds have
+    ``every`` steps. The last one ends with the training.
+
+    >>> quadratic_rounds([1.0] * 4 + [0.5] * 14)
+    {0: 2, 4: 6, 18: 2}
+
+    Args:
+        rates: the learning rate of every step.
+        every: the number of steps of the shortest rounds.
+        alpha: the learning rate with which a round would have one step. The default is 1.25 times the highest rate.
+
+    Raises:
+        ValueError: an argument is not valid.
+    """
+    if not rates or not all(isinstance(rate, int | float) and 0 <= rate < math.inf for rate in rates):
+        raise ValueError(f"quadratic_rounds: rates must be finite numbers from 0 up, one or more, got {rates!r:.80}")
+    if not max(rates) > 0:
+        raise ValueError("quadratic_rounds: rates must have one above 0")
+    if type(every) is not int or every < 1:
+        raise ValueError(f"quadratic_rounds: every must be an int from 1 up, got {every!r}")
+    alpha = _ALPHA * max(rates) if alpha is None else alpha
+    if not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
+        raise ValueError(f"quadratic_rounds: alpha must be a number above 0, got {alpha!r}")
+    highest, rounds, step = rates.index(max(rates)), {0: every}, 0
+    while step < len(rates):
+        left = len(rates) - step
+        length = every
+        if step > highest:
+            length = left if rates[step] == 0 else max(every, min(int((alpha / rates[step]) ** 2), left))
+        if length != rounds[max(rounds)]:
+            rounds[step] = length
+        step += length
+    rounds[len(rates)] = every
+    return rounds
+
 
 @dataclass(frozen=True)
-class Schedule:
+class Round:
     """The order of synchronisations in a round (Streaming DiLoCo, Douillard et al., arXiv:2501.18512, section 2).
 
     Each fragment is sent once in a round, after steps with about the same distance. At most one is on its way at a
     time: its mean arrives before the next one is sent, or with it.
 
     Attributes:
-        every: the number of steps of a round.
+        every: the number of steps of the round.
         fragments: the number of fragments, at most ``every``.
         delay: the number of steps between the sending of a fragment and the arrival of its mean, at most
             ``every // fragments``.
@@ -30,7 +83,7 @@ class Schedule:
         """Raise a ValueError, in the name of a function, unless the attributes are numbers that are allowed."""
         every, fragments, delay = self.every, self.fragments, self.delay
         if type(every) is not int or every < 1:
-            raise ValueError(f"{caller}: every must be an int from 1 up, got {every!r}")
+            raise ValueError(f"{caller}: every must be an int from 1 up, or have such ints by steps, got {every!r}")
         if type(fragments) is not int or not 1 <= fragments <= every:
             raise ValueError(f"{caller}: fragments must be an int from 1 to every, {every}, got {fragments!r}")
         longest = every // fragments
@@ -45,6 +98,58 @@ class Schedule:
         number = taken * self.fragments // self.every - 1
         ends = -(-(number + 1) * self.every // self.fragments)
         return number if number >= 0 and ends == taken else None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rounds of a training.
+
+    Attributes:
+        every: the number of steps of a round; or those of the rounds that begin from some steps on, by the number of
+            steps made before. A round ends where the next number begins.
+        fragments: the number of fragments of each round.
+        delay: the number of steps until the mean of a fragment arrives.
+    """
+
+    every: Every = 1
+    fragments: int = 1
+    delay: int = 0
+
+    def check(self, caller: str) -> None:
+        """Raise a ValueError, in the name of a function, unless all rounds are allowed."""
+        if isinstance(self.every, Mapping):
+            begins = list(self.every)
+            if not (begins[:1] == [0] and all(type(each) is int for each in begins) and begins == sorted(begins)):
+                raise ValueError(
+                    f"{caller}: every must have rounds by the number of steps made before, in order from 0 on, such as "
+                    f"{{0: 2, 1000: 8}}, got {dict(self.every)!r}"
+                )
+            for begin, end in itertools.pairwise(begins):
+                length = self.every[begin]
+                if type(length) is int and length > 0 and (rest := (end - begin) % length):
+                    Round(rest, self.fragments, self.delay).check(caller)
+        for length in self._lengths:
+            Round(length, self.fragments, self.delay).check(caller)
+
+    @property
+    def _lengths(self) -> Sequence[int]:
+        return list(self.every.values()) if isinstance(self.every, Mapping) else [self.every]
+
+    @property
+    def has_short_rounds(self) -> bool:
+        """Whether there are rounds in which a step is like one of plain DDP."""
+        return any(length in range(1, SHORT_ROUND + 1) for length in self._lengths)
+
+    def round_at(self, step: int) -> Round:
+        """The round that begins when a number of steps has been made."""
+        if not isinstance(self.every, Mapping):
+            return Round(self.every, self.fragments, self.delay)
+        begins = list(self.every)
+        index = bisect.bisect_right(begins, step)
+        length = self.every[begins[index - 1]]
+        if index < len(begins):
+            length = min(length, begins[index] - step)
+        return Round(length, self.fragments, self.delay)
 
 
 def cut_fragments(buckets: Sequence[Bucket], number: int) -> list[list[Bucket]]:

@@ -33,7 +33,7 @@ from .anchors import Anchors, Arrival
 from .lineage import Lineage
 from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
 from .optimizer_steps import OptimizerSteps
-from .schedule import Schedule, cut_fragments
+from .schedule import Round, cut_fragments
 from .site_parameters import own_parameters, values_of, with_elements
 from .step_scales import StepScales
 from .updates_request import UpdatesRequest, checked_plan, fitting
@@ -55,7 +55,8 @@ class UpdatesFrontend(ModelFrontend):
         states = [*values.values(), *(each.detach() for each in model.buffers())]
         dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
         self._anchors = Anchors(values, request.outer, request.anchor_device)
-        self._taken, self._is_away = 0, False  # steps of the round that runs; whether this rank averages with nobody
+        self._begun, self._taken = 0, 0  # the steps before the round that runs, and those of that round
+        self._is_away = False  # whether this rank averages with nobody
         self._arriving: Arrival | None = None
         self._lineage = Lineage()
         self._made_group: dist.ProcessGroup | None = None
@@ -169,9 +170,9 @@ class UpdatesFrontend(ModelFrontend):
         self._end_arrival()
         newest = self._lineage.newest(group, self.device, self._anchors.values.values(), self._has_failed)
         scales = None if self._scales is None else self._scales.state_dict()
-        shared = [(self.plan.to_json(), before.next_step, scales)]
+        shared = [(self.plan.to_json(), before.next_step, self._begun, scales)]
         dist.broadcast_object_list(shared, group_src=newest.rank, group=group)
-        text, step, scales = shared[0]
+        text, step, begun, scales = shared[0]
 
         def check() -> tuple[Plan, list[str]]:
             plan = resumable(Plan.from_json(text), self.parameters(), dist.get_world_size(group))
@@ -190,7 +191,7 @@ class UpdatesFrontend(ModelFrontend):
         self._lineage.follow(newest, self._anchors.values.values())
         self._scales = None
         following.tracer, following.step = before.tracer, step
-        self._taken, self._is_away, self._has_failed = 0, ranks is None, False
+        self._begun, self._taken, self._is_away, self._has_failed = begun, 0, ranks is None, False
         self._take(following)
         if self._scales is not None:
             self._scales.load(scales)
@@ -219,7 +220,7 @@ class UpdatesFrontend(ModelFrontend):
         if not self.is_open:
             raise RuntimeError("regroup: it is closed")
         if self._taken and not self._has_failed:
-            taken, every = self._taken, self.request.schedule.every
+            taken, every = self._taken, self._round.every
             raise RuntimeError(
                 f"regroup: {taken} steps of a round of {every} have been made; call it between two rounds"
             )
@@ -276,29 +277,34 @@ class UpdatesFrontend(ModelFrontend):
         if self._is_away:
             return
         self._has_failed = True  # unless it comes to its end
-        starts = self.runtime.step < self.runtime.start_step
-        schedule = Schedule() if starts else self.request.schedule
+        running = self._round
         self._taken += 1
         if self._scales is not None:
             values = self._values()
             self._scales.after_step(values)
-            if self._taken >= schedule.every:
+            if self._taken >= running.every:
                 grads = {name: each.grad for name, each in self.parameters().items()}
                 self._scales.measure({name: each for name, each in grads.items() if each is not None}, values)
         if (arriving := self._arriving) is not None:
             arriving.left -= 1
             if arriving.left <= 0:
                 self._arrive(arriving)
-        number = schedule.sent_after(self._taken)
-        if self._taken >= schedule.every:
-            self._taken = 0
+        number = running.sent_after(self._taken)
+        if self._taken >= running.every:
+            self._begun, self._taken = self._begun + self._taken, 0
         if number is not None:
-            self._send(schedule, number)
+            self._send(running, number)
         if self._scales is not None:
             self._scales.end_measuring()
         self._has_failed = False
 
-    def _send(self, schedule: Schedule, number: int) -> None:
+    @property
+    def _round(self) -> Round:
+        """The round that runs."""
+        starts = self.runtime.step < self.runtime.start_step
+        return Round() if starts else self.request.schedule.round_at(self._begun)
+
+    def _send(self, running: Round, number: int) -> None:
         """Send a fragment; without a delay wait for its mean."""
         if (problem := self.runtime.problem) is not None:
             raise problem
@@ -307,7 +313,7 @@ class UpdatesFrontend(ModelFrontend):
             self._has_begun = True
         runtime, references = self.runtime, self._members.references
         self._lay_out()
-        buckets = cut_fragments(self._buckets, schedule.fragments)[number]
+        buckets = cut_fragments(self._buckets, running.fragments)[number]
         messages = [bucket.messages.now() for bucket in buckets]
         runtime.unused.begin()
         runtime.begin_step()
@@ -316,10 +322,10 @@ class UpdatesFrontend(ModelFrontend):
             means |= self._measure(bucket)
             futures.append(runtime.submit(built, bucket.vector))
         runtime.end_step()
-        if schedule.delay and self.request.mixing is None:
+        if running.delay and self.request.mixing is None:
             sent = {name: values_of(each).clone() for name in means if (each := references[name]()) is not None}
-        self._arriving = Arrival(means, sent, schedule.delay, futures)
-        if not schedule.delay:
+        self._arriving = Arrival(means, sent, running.delay, futures)
+        if not running.delay:
             self._arrive(self._arriving)
 
     def _measure(self, bucket: Bucket) -> dict[str, torch.Tensor]:
@@ -367,7 +373,8 @@ class UpdatesFrontend(ModelFrontend):
         that are not those of the anchors."""
         arriving = None if self._arriving is None else self._arriving.state_dict()
         differ = self._taken or self._is_away or arriving is not None or self.request.schedule.fragments > 1
-        own = {"taken": self._taken, "arriving": arriving, "parameters": copied(self._values() if differ else {})}
+        own = {"begun": self._begun, "taken": self._taken, "arriving": arriving}
+        own["parameters"] = copied(self._values() if differ else {})
         own["optimizer"] = copied(self.request.optimizer.state_dict())
         own["scales"] = None if self._scales is None else self._scales.state_dict()
         own |= {"lineage": self._lineage.state_dict(), "away": self._is_away}
@@ -377,14 +384,15 @@ class UpdatesFrontend(ModelFrontend):
         parameters, optimizer = self._values(), self.request.optimizer
         found: dict[int, Any] = {state["rank"]: state.get(UPDATES) for state in states}
         for rank, saved in found.items():
-            if not isinstance(saved, dict) or type(saved.get("taken")) is not int or saved["taken"] < 0:
+            counts = [saved.get(name) for name in ("begun", "taken")] if isinstance(saved, dict) else [None]
+            if not all(type(count) is int and count >= 0 for count in counts):
                 raise ValueError(f"state: of rank {rank}: {UPDATES} must be a dict of average_updates")
             self._anchors.check(saved)
             check_optimizer("optimizer", saved.get("optimizer"), optimizer)
             differ = saved["taken"] or saved.get("arriving") is not None or saved.get("parameters")
             check_tensors("parameters", saved.get("parameters"), parameters if differ else {})
         each = [found[rank] for rank in sorted(found)]
-        if len({saved["taken"] for saved in each}) > 1:
+        if len({(saved["begun"], saved["taken"]) for saved in each}) > 1:
             raise ValueError("states: the ranks are not at the same step of a round")
         is_same = len(states) == 1 or len(states) == self.runtime.world_size
         one = found.get(self.rank, each[0]) if is_same else mean_of(each)
@@ -396,7 +404,8 @@ class UpdatesFrontend(ModelFrontend):
             optimizer.load_state_dict(one["optimizer"])
             for name, parameter in parameters.items():
                 parameter.copy_(one["parameters"].get(name, self._anchors.values[name].detach()))
-            self._taken, self._arriving, self._has_loaded = one["taken"], arriving, False
+            self._begun, self._taken = one["begun"], one["taken"]
+            self._arriving, self._has_loaded = arriving, False
             self._lineage.load(one["lineage"])
             self._is_away = bool(one["away"])
             if self._scales is not None:

@@ -29,8 +29,6 @@ Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
 PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
 """The outer optimizer that adds the mean of the updates to the anchors."""
-SHORT_ROUND = 2
-"""The number of steps of a round up to which a step is like one of plain DDP (``bench/training/updates.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ class UpdatesRequest(Request):
         if self.scale_steps is not None or not is_adaptive(self.optimizer):
             return bool(self.scale_steps)
         compresses = any(unit.compressor != Identity() for unit in plan.units)
-        return compresses and self.outer is PLAIN_MEAN and self.schedule.every <= SHORT_ROUND
+        return compresses and self.outer is PLAIN_MEAN and self.schedule.has_short_rounds
 
     def for_vectors(self, compressor: Compressor) -> Compressor:
         """The quantiser of vectors beside codecs of fewer bits. Exact vectors would take a sixth of what half a bit per

@@ -8,6 +8,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -53,17 +54,17 @@ def on_all(text: str) -> bool:
 
 
 class PlainLoop:
-    """Local SGD, or DiLoCo with an outer optimizer, in plain torch for fp32 parameters."""
+    """Local SGD, or DiLoCo with an outer optimizer, in plain torch for fp32 parameters. Rounds end after some steps."""
 
-    def __init__(self, model: nn.Module, every: int, outer: Any) -> None:
+    def __init__(self, model: nn.Module, ends: Sequence[int], outer: Any) -> None:
         self.parameters = [each for each in model.parameters() if each.requires_grad]
         self.anchors = [nn.Parameter(each.detach().clone()) for each in self.parameters]
-        self.every, self.outer, self.steps = every, outer(self.anchors), 0
+        self.ends, self.outer, self.steps = ends, outer(self.anchors), 0
 
     @torch.no_grad()
     def step(self) -> None:
         self.steps += 1
-        if self.steps % self.every:
+        if self.steps not in self.ends:
             return
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             anchor.grad = (anchor - parameter) * (1 / dist.get_world_size())
@@ -92,7 +93,14 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, after: 
 
 def oracles() -> None:
     plain_mean = functools.partial(torch.optim.SGD, lr=1.0)
-    for model, every, outer in (("Zoo", 1, None), ("Zoo", 3, None), ("Normed", 4, NESTEROV), ("Branches", 3, NESTEROV)):
+    growing = {0: 1, 3: 4, 9: 3}
+    for model, every, outer, ends in (
+        ("Zoo", 1, None, range(1, 13)),
+        ("Zoo", 3, None, (3, 6, 9, 12)),
+        ("Zoo", growing, None, (1, 2, 3, 7, 9, 12)),
+        ("Normed", 4, NESTEROV, (4, 8, 12)),
+        ("Branches", 3, NESTEROV, (3, 6, 9, 12)),
+    ):
         torch.manual_seed(dist.get_rank())  # the parameters of rank 0 are taken
         mine = Normed() if model == "Normed" else build(model, seed=dist.get_rank())
         for tensor in (*mine.parameters(), *mine.buffers()):
@@ -104,13 +112,13 @@ def oracles() -> None:
         optimizer = adamw(mine)
         attachment = sync.average_updates(mine, optimizer, "Identity", every=every, outer=outer)
         assert digest(mine) == first
-        averager = PlainLoop(others, every, outer or plain_mean)
+        averager = PlainLoop(others, ends, outer or plain_mean)
         found = loop(mine, optimizer, 12)
         expected = loop(others, adamw(others), 12, averager.step)
         assert found == expected, (model, every)
         assert on_all(found[-1]) and len(set(found)) == 12
-        assert on_all(found[3]) == (every in (1, 4))
-        assert attachment.steps == 12 // every
+        assert [on_all(each) for each in found] == [step in ends for step in range(1, 13)]
+        assert attachment.steps == len(ends)
         attachment.close()
 
 

@@ -170,6 +170,7 @@ def resumed() -> None:
     for every, number, delay, mixing, saved in (
         *((4, 2, 2, None, at) for at in range(5, 9)),  # with and without each fragment on its way
         *((3, 1, 2, 0.5, at) for at in (5, 7)),
+        *(({0: 2, 4: 5, 10: 3}, 1, 1, None, at) for at in (6, 9)),
         (4, 4, 0, None, 6),
     ):
         settings: dict[str, Any] = {"every": every, "fragments": number, "delay": delay, "mixing": mixing}
@@ -199,19 +200,36 @@ def test_resumed_while_a_fragment_is_on_its_way():
 
 @pytest.mark.parametrize(("every", "fragments", "delay"), [(1, 1, 0), (7, 3, 2), (10, 4, 2), (5, 5, 1), (500, 7, 71)])
 def test_each_fragment_is_sent_once_in_a_round(every: int, fragments: int, delay: int):
-    schedule = Schedule(every, fragments, delay)
-    schedule.check("test")
-    sent = {taken: schedule.sent_after(taken) for taken in range(1, every + 1)}
+    one = Schedule(every, fragments, delay).round_at(0)
+    one.check("test")
+    sent = {taken: one.sent_after(taken) for taken in range(1, every + 1)}
     steps = [taken for taken, number in sent.items() if number is not None]
     assert [sent[taken] for taken in steps] == list(range(fragments)) and steps[-1] == every
     gaps = [after - before for before, after in zip([steps[-1] - every, *steps], steps, strict=False)]
     assert min(gaps) >= delay
 
 
+def test_rounds_grow_and_end_where_others_begin():
+    schedule = Schedule({0: 2, 3: 4, 9: 3, 1000: 1})
+    schedule.check("test")
+    begins = [0]
+    while begins[-1] < 15:
+        begins.append(begins[-1] + schedule.round_at(begins[-1]).every)
+    assert begins == [0, 2, 3, 7, 9, 12, 15]
+    assert schedule.round_at(999).every == schedule.round_at(10**6).every == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((0, 1, 0), "every must be an int from 1 up, got 0"),
+        (({}, 1, 0), "every must have rounds by the number of steps made before, in order from 0 on"),
+        (({5: 2}, 1, 0), "from 0 on"),
+        (({0: 2, 9: 3, 5: 2}, 1, 0), "in order from 0 on"),
+        (({0: 2, 1.5: 3}, 1, 0), "from 0 on"),
+        (({0: 2, 4: 0}, 1, 0), "every must be an int from 1 up, or have such ints by steps, got 0"),
+        (({0: 2, 4: None}, 1, 0), "got None"),
+        (({0: 4, 10: 4}, 3, 0), "fragments must be an int from 1 to every, 2, got 3"),
+        ((0, 1, 0), "every must be an int from 1 up, or have .* got 0"),
         ((2, 3, 0), "fragments must be an int from 1 to every, 2, got 3"),
         ((2, True, 0), "fragments must be"),
         ((10, 3, 4), "delay must be an int from 0 to every // fragments, 3, .* got 4"),
@@ -221,3 +239,38 @@ def test_each_fragment_is_sent_once_in_a_round(every: int, fragments: int, delay
 def test_refused_schedules(arguments: tuple[Any, ...], text: str):
     with pytest.raises(ValueError, match=text):
         Schedule(*arguments).check("average_updates")
+
+
+# -------------------------------------------------------------------- rounds that grow
+
+
+def test_rounds_grow_with_the_square_of_the_rate():
+    rates = [0.5, 0.75, *[1.0] * 4, *[0.5] * 9, *[0.25] * 40, 0.0, 0.0]
+    for every, alpha, expected in (
+        (2, None, {0: 2, 6: 6, 18: 25, 43: 14, 57: 2}),
+        (1, 1.0, {0: 1, 6: 4, 18: 16, 50: 7, 57: 1}),
+        (100, None, {0: 100, 57: 100}),
+    ):
+        rounds = sync.quadratic_rounds(rates, every, alpha)
+        assert rounds == expected
+        schedule, step = Schedule(rounds), 0
+        schedule.check("test")
+        while step < len(rates):
+            step += schedule.round_at(step).every
+        assert step == len(rates)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([],), "rates must be finite numbers from 0 up"),
+        (([1.0, -1.0],), "rates must be finite"),
+        (([float("nan")],), "rates must be finite"),
+        (([0.0],), "rates must have one above 0"),
+        (([1.0], 0), "every must be an int from 1 up, got 0"),
+        (([1.0], 2, 0.0), "alpha must be a number above 0, got 0.0"),
+    ],
+)
+def test_refused_rates(arguments: tuple[Any, ...], text: str):
+    with pytest.raises(ValueError, match=text):
+        sync.quadratic_rounds(*arguments)
