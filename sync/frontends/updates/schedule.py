@@ -14,7 +14,7 @@ from ..module.buckets import Bucket
 Every: TypeAlias = int | Mapping[int, int]
 """The number of steps of every round, or those of the rounds from some steps on."""
 
-_ALPHA = 1.25
+_ALPHA = 1.2
 """The default of ``alpha`` over the highest learning rate: about 0.3 of the steps' bits with a rate that falls by a
 cosine (``bench/training/updates.py``)."""
 SHORT_ROUND = 2
@@ -29,12 +29,12 @@ def quadratic_rounds(rates: Sequence[float], every: int = 2, alpha: float | None
     ``every`` steps. The last one ends with the training.
 
     >>> quadratic_rounds([1.0] * 4 + [0.5] * 14)
-    {0: 2, 4: 6, 18: 2}
+    {0: 2, 4: 5, 14: 4, 18: 2}
 
     Args:
         rates: the learning rate of every step.
         every: the number of steps of the shortest rounds.
-        alpha: the learning rate with which a round would have one step. The default is 1.25 times the highest rate.
+        alpha: the learning rate with which a round would have one step. The default is 1.2 times the highest rate.
 
     Raises:
         ValueError: an argument is not valid.
