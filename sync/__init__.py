@@ -23,11 +23,13 @@ from .tuning.auto import Auto
 if TYPE_CHECKING:
     from .attaching.average_updates import average_updates
     from .engine.timeline_file import record_timeline
+    from .frontends.adam_direction import AdamDirection
     from .frontends.updates.schedule import quadratic_rounds
     from .profiling.measure import profile
     from .tracing.model_tracing import ModelTracing, trace_model
 
 __all__ = [
+    "AdamDirection",
     "Attachment",
     "Auto",
     "Decision",
@@ -55,6 +57,7 @@ __all__ = [
 
 
 _LATER = {
+    "AdamDirection": ".frontends.adam_direction",
     "ModelTracing": ".tracing.model_tracing",
     "average_updates": ".attaching.average_updates",
     "profile": ".profiling.measure",

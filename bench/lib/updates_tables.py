@@ -24,11 +24,13 @@ class Parts(NamedTuple):
     Attributes:
         spec: the compressor.
         every: the number of steps of its rounds; 0 for gradients, which have none.
+        is_direction: whether gradients are replaced by Adam's directions (``sync.AdamDirection``).
         grows: whether rounds grow as the learning rate falls (``sync.quadratic_rounds``).
         setting: the decay or delay that ends the name; empty if there is none.
     """
 
     spec: str
+    is_direction: bool
     every: int
     grows: bool
     setting: str
@@ -36,10 +38,10 @@ class Parts(NamedTuple):
 
 def parts_of(arm: str) -> Parts:
     """The parts of the name of an arm."""
-    found = re.fullmatch(r"(.*?)(?:, every (\d+)( growing)?)?(?:, (?:decay|delay) ([\d.]+))?", arm)
+    found = re.fullmatch(r"(.*?)(, direction)?(?:, every (\d+)( growing)?)?(?:, (?:decay|delay) ([\d.]+))?", arm)
     assert found is not None
-    spec, every, grows, setting = found.groups()
-    return Parts(spec, int(every or 0), bool(grows), setting or "")
+    spec, direction, every, grows, setting = found.groups()
+    return Parts(spec, bool(direction), int(every or 0), bool(grows), setting or "")
 
 
 def accuracy_table(
@@ -66,12 +68,12 @@ def accuracy_table(
         differences = [found[seed] - plain[seed] for seed in found if seed in plain]
         change = f"{statistics.fmean(differences):+.3f}" if differences else ""
         each = ", ".join(f"{one:+.3f}" for one in differences)
-        spec, every, grows, decay = parts_of(arm)
-        what = "gradients" if not every else f"updates of {every} step{'s' if every > 1 else ''}"
-        if grows:
-            what += " and more"
-        name = "nothing" if arm == PLAIN else f"`{spec}`"
-        table.append([what, name, decay, sent[arm], f"{statistics.fmean(found.values()):.3f}", change, each])
+        parts = parts_of(arm)
+        what = "Adam's directions" if parts.is_direction else "gradients"
+        if parts.every:
+            what = f"updates of {parts.every} step{'s' if parts.every > 1 else ''}{' and more' if parts.grows else ''}"
+        name = "nothing" if arm == PLAIN else f"`{parts.spec}`"
+        table.append([what, name, parts.setting, sent[arm], f"{statistics.fmean(found.values()):.3f}", change, each])
     unit = "bits per byte" if network.startswith("bytes") else "bits per image"
     head = ["averaged", "compressed by", "decay", "bits sent per element and step", unit, "mean difference"]
     return markdown_of_cells([*head, "of each seed"], table)
@@ -141,17 +143,19 @@ def best_table(path: Path = UPDATES) -> str:
 
 def short_name(arm: str) -> str:
     """The name of an arm in pictures, such as ``"signs, H = 2"``."""
-    spec, every, grows, decay = parts_of(arm)
+    spec, is_direction, every, grows, decay = parts_of(arm)
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
     name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
     if every:
         name += f", H = {every}{' and more' if grows else ''}"
     if decay:
         name += f", decay {decay}"
-    return name if every or arm == PLAIN else f"gradients: {name}"
+    if every or arm == PLAIN:
+        return name
+    return f"{'directions' if is_direction else 'gradients'}: {name}"
 
 
 def _order(arm: str) -> tuple[float, bool, str]:
     """A key that sorts arms: gradients, then updates by the number of steps, each without compression first."""
-    spec, every, grows, _ = parts_of(arm)
-    return every + grows / 2, spec not in (PLAIN, "Identity"), arm
+    parts = parts_of(arm)
+    return parts.every + (parts.is_direction + parts.grows) / 2, parts.spec not in (PLAIN, "Identity"), arm

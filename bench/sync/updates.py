@@ -61,18 +61,26 @@ class Training:
     """
 
     def __init__(self, arm: str, setting: Setting) -> None:
-        workload, (spec, every, _, delay) = setting.workload, parts_of(arm)
+        workload, (spec, is_direction, every, _, number) = setting.workload, parts_of(arm)
         self._loss, self._batch, self._steps = workload.loss, setting.batch, every or 1
         model = workload.model()
         self._model = model if every else DistributedDataParallel(model, bucket_cap_mb=workload.bucket_cap_mb)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        parameters = self._model.parameters()
+        self._optimizer: torch.optim.Optimizer
+        if is_direction:
+            self._optimizer = torch.optim.SGD(parameters, lr=1e-4, weight_decay=0.01)
+            sync.AdamDirection(self._model, self._optimizer)
+        else:
+            self._optimizer = torch.optim.AdamW(parameters, lr=1e-4)
         self._attachment: sync.Attachment | None = None
         if every:
             self._attachment = sync.average_updates(
-                self._model, self._optimizer, spec, every=self._steps, delay=int(delay or 0)
+                self._model, self._optimizer, spec, every=self._steps, delay=int(number or 0)
             )
         elif arm not in (PLAIN, AGAIN):
-            self._attachment = sync.attach(self._model, spec)
+            plan = sync.uniform_plan(self._model, spec)
+            decaying = (unit.decaying(float(number or 1)) for unit in plan.units)
+            self._attachment = sync.attach(self._model, plan.with_units(decaying))
 
     def turn(self) -> tuple[float, float]:
         """Train a round; returns the seconds of a step, and the bytes that a step has sent. Collective."""

@@ -158,7 +158,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
 
 def trained(model_name: str, arm: str, seed: int, stop: float | None = None) -> Row:
     """The row of one training; collective."""
-    model, (spec, every, grows, _) = recipes.MODELS[model_name], parts_of(arm)
+    model, (spec, _, every, grows, _) = recipes.MODELS[model_name], parts_of(arm)
     rounds = sync.quadratic_rounds(NETWORKS[model_name].rates(model.steps), every) if grows else every
     recipe = recipes.Recipe() if every or arm in (PLAIN, AUTO_SAFE, AUTO_AGGRESSIVE, *HOOKS) else recipes.recipe_of(arm)
     torch.manual_seed(seed)

@@ -5,13 +5,13 @@
     python -m bench.training.updates --network fashion_mnist --optimizer sgd --peak-lr 0.1
 
 A network of ``networks.py`` is trained, once for each arm and seed: in plain DDP; with a compressor attached to DDP, so
-that gradients are compressed before the optimizer makes steps of them; and with the updates of rounds compressed, where
-the arm says how many steps a round has (``every``). Rounds that are ``growing`` have more when the learning rate falls.
-Residuals are multiplied by ``decay``, if the arm has it. Rows of ``bench/results/cpu/updates.csv`` have the
-cross-entropy on the test set in bits (per byte or image) after all steps and the share of correct predictions, with the
-same parameters and data in all arms of a seed, and the bits that a rank sends per element and step. With
-``--curve-every`` they have the loss between steps, too, as ``steps:loss``. The final table has the mean difference to
-plain DDP.
+that gradients are compressed before the optimizer makes steps of them, or with ``direction`` Adam's directions; and
+with the updates of rounds compressed, where the arm says how many steps a round has (``every``). Rounds that are
+``growing`` have more when the learning rate falls. Residuals are multiplied by ``decay``, if the arm has it. Rows of
+``bench/results/cpu/updates.csv`` have the cross-entropy on the test set in bits (per byte or image) after all steps and
+the share of correct predictions, with the same parameters and data in all arms of a seed, and the bits that a rank
+sends per element and step. With ``--curve-every`` they have the loss between steps, too, as ``steps:loss``. The final
+table has the mean difference to plain DDP.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ ARMS = (
     *(f"{SIGNS}, every {every}, decay 0.8" for every in (1, 2)),
     *(f"{SIGNS}, every 2, decay {decay}" for decay in (0.5, 1)),
     "EFSignSGD(block=1024), every 2, decay 0.8",
+    f"{SIGNS}, direction, decay 0.5",
     f"{SIGNS}, every 2 growing, decay 0.8",
     f"{SIGNS}, every 4, decay 1",
     *(f"BlockQuant(bits=4), every {every}, decay 1" for every in (4, 10, 30)),
@@ -66,7 +67,7 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     network = NETWORKS[args.network]
     torch.manual_seed(seed)
     module = network.build()
-    spec, every, grows, decay = parts_of(arm)
+    spec, is_direction, every, grows, decay = parts_of(arm)
     rounds = sync.quadratic_rounds(network.rates(args.steps), every) if grows else every
     model: torch.nn.Module = module if every else DistributedDataParallel(module)
     attachments = []
@@ -75,6 +76,10 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
         attachments.append(sync.attach(model, plan.with_units(unit.decaying(float(decay or 1)) for unit in plan.units)))
 
     def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        if is_direction:
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.peak_lr, weight_decay=0.01)
+            sync.AdamDirection(module, optimizer, (0.9, args.beta2))
+            return optimizer
         optimizer = OPTIMIZERS[args.optimizer](parameters)
         if args.optimizer == "adamw":
             optimizer.param_groups[0]["betas"] = (0.9, args.beta2)
