@@ -14,7 +14,7 @@ import shlex
 import tempfile
 from pathlib import Path
 
-from gckernels.sync import commands
+from gckernels.planner import commands
 
 _DOCS = Path(__file__).parent
 _REFERENCE = _DOCS / "reference" / "commands"

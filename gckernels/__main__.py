@@ -6,7 +6,7 @@ library, which never imports ``gckernels.sync``: nothing imports it, Python runs
 
 import sys
 
-from gckernels.sync.commands import main
+from gckernels.planner.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gckernels.sync.planner.timeline.simulator import Need
-from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
+from gckernels.planner.timeline.simulator import Need
+from gckernels.planner.timeline.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync.programs.lanes import lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.programs.steps import Level, Place

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .engine.timeline_file import record_timeline
     from .frontends.adam_direction import AdamDirection
     from .frontends.updates.schedule import quadratic_rounds
-    from .profiling.measure import profile
     from .tracing.model_tracing import ModelTracing, trace_model
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "attach",
     "average_updates",
     "exempt_vectors",
-    "profile",
     "programs",
     "quadratic_rounds",
     "record_timeline",
@@ -60,7 +58,6 @@ _LATER = {
     "AdamDirection": ".frontends.adam_direction",
     "ModelTracing": ".tracing.model_tracing",
     "average_updates": ".attaching.average_updates",
-    "profile": ".profiling.measure",
     "quadratic_rounds": ".frontends.updates.schedule",
     "record_timeline": ".engine.timeline_file",
     "trace_model": ".tracing.model_tracing",

@@ -13,11 +13,11 @@ import gckernels
 from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, checked_arm
 from bench.lib.updates_tables import parts_of
 from gckernels import sync
+from gckernels.planner.choice import STARTS
+from gckernels.planner.drafts.problem import Problem, ProblemError
+from gckernels.planner.machines.machine import MachineError
+from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync.accuracy.accuracy import allowed_compressors, as_accuracy, is_safe, unfitted
-from gckernels.sync.planner.choice import STARTS
-from gckernels.sync.planner.drafts.problem import Problem, ProblemError
-from gckernels.sync.planner.machines.machine import MachineError
-from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, PlanError
 from gckernels.sync.traces.model_trace import ModelTrace
 

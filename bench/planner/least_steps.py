@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gckernels.sync.planner.drafts.drafts import Option
-from gckernels.sync.planner.drafts.options import all_options, placed, variants
-from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.machine import Floats
-from gckernels.sync.planner.search.item_rows import RowMaker
-from gckernels.sync.planner.search.maxplus import Steps
-from gckernels.sync.planner.search.rows import NOWHERE, UNUSABLE_S
+from gckernels.planner.drafts.drafts import Option
+from gckernels.planner.drafts.options import all_options, placed, variants
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.machine import Floats
+from gckernels.planner.search.item_rows import RowMaker
+from gckernels.planner.search.maxplus import Steps
+from gckernels.planner.search.rows import NOWHERE, UNUSABLE_S
 
 GROUPS = 24
 """Groups of neighbouring tensors, each as a whole."""

@@ -21,13 +21,13 @@ import torch
 import gckernels
 from bench.lib.program import program_parser
 from bench.lib.record import merge_csv
-from gckernels.sync.planner.choice import POLICIES
-from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.description import Description
-from gckernels.sync.planner.machines.files import load_machine, machine_names
-from gckernels.sync.planner.machines.machine import Floats, Shared
-from gckernels.sync.planner.timeline.launches import launches_of, messages_of
-from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.planner.choice import POLICIES
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.description import Description
+from gckernels.planner.machines.files import load_machine, machine_names
+from gckernels.planner.machines.machine import Floats, Shared
+from gckernels.planner.timeline.launches import launches_of, messages_of
+from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, Plan, UnitPlan
 from gckernels.sync.programs.layouts import Capabilities, propagate
 from gckernels.sync.programs.residuals import has_part

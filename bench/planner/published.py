@@ -28,13 +28,13 @@ import gckernels
 from bench.lib.program import program_parser
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.planner.least_steps import least_step_s
-from gckernels.sync.planner.auto import free_problem
-from gckernels.sync.planner.choice import POLICIES
-from gckernels.sync.planner.drafts.drafts import usual_launches
-from gckernels.sync.planner.drafts.problem import Problem, ProblemError
-from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.machines.machine import MachineError
-from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.planner.auto import free_problem
+from gckernels.planner.choice import POLICIES
+from gckernels.planner.drafts.drafts import usual_launches
+from gckernels.planner.drafts.problem import Problem, ProblemError
+from gckernels.planner.machines.files import load_machine
+from gckernels.planner.machines.machine import MachineError
+from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend, Plan, PlanError
 from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import ModelTrace

@@ -61,9 +61,9 @@ from bench.lib.contenders import (
 from bench.lib.cores import keep_to_own_cores
 from bench.lib.rounds import slowest
 from bench.lib.turns import Turns, measured, ratio_of
-from gckernels import sync
+from gckernels import planner, sync
+from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync.lab import UNTHROTTLED
-from gckernels.sync.planner.timeline.pricing import Pricer
 
 KEY = ("model", "network", "rate", "arm")
 PRINTED = ("arm", "accuracy", "median_s", "ratio_to_plain", "ratio_error", "wire_nbytes", "cpu_s")
@@ -168,7 +168,7 @@ def _plans(cell: Cell, setting: Setting, profile_s: int) -> tuple[dict[str, Plan
     throttle(cell.network, cell.network.rate)
     accuracies = {name: accuracy_on(planned.plan, recording.trace) for name, planned in plans.items()}
     if policies:
-        profile = sync.profile(seconds=profile_s, compressors=methods, topology=setting.topology)
+        profile = planner.profile(seconds=profile_s, compressors=methods, topology=setting.topology)
         plans |= from_rank_0(lambda: policy_plans(policies, recording.trace, Pricer(profile)))
     return plans, accuracies
 

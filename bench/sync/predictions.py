@@ -4,7 +4,7 @@
     python -m bench.sync.predictions --models mlp --networks 4 --rates 100mbit --resume
 
 Every model, network and rate is a cell with links of its own (``sync/lab``, needs root). Every rank keeps to its part
-of the cores, as if it had a machine. In each cell the machine is profiled (``sync.profile``), and the model's plain
+of the cores, as if it had a machine. In each cell the machine is profiled (``planner.profile``), and the model's plain
 steps are traced (``sync.trace_model``) before and after that. The plans are made and predicted with that profile and
 the trace of median length. Then copies of the model with these plans take turns within one process, as in ``steps.py``.
 
@@ -39,15 +39,15 @@ from bench.lib.contenders import Planned, from_rank_0
 from bench.lib.cores import keep_to_own_cores
 from bench.lib.rounds import ratio_columns, slowest, take_turns, turns_within
 from bench.sync.steps import RATES, ROUNDS_MIN
-from gckernels import sync
+from gckernels import planner, sync
 from gckernels.compressor import Compressor
+from gckernels.planner.choice import POLICIES
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.machine import MachineError
+from gckernels.planner.timeline.pricing import Pricer
+from gckernels.planner.timeline.timeline import timeline
 from gckernels.sync.accuracy.accuracy import allowed_compressors, relative_error
 from gckernels.sync.lab import UNTHROTTLED
-from gckernels.sync.planner.choice import POLICIES
-from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.machine import MachineError
-from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import ModelTrace
 
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         plain.step()
     traces = [_recorded(plain, methods)]
     throttle(cell.network, cell.network.rate)
-    profile = sync.profile(seconds=args.profile_s, compressors=methods, topology=setting.topology)
+    profile = planner.profile(seconds=args.profile_s, compressors=methods, topology=setting.topology)
     if dist.get_rank() == 0:
         print(f"profile: {profile.stamp.seconds:.0f} s, margin {profile.margin:.1%}", flush=True)
         for what, each in (

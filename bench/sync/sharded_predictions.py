@@ -26,12 +26,12 @@ from bench.lib.cores import keep_to_own_cores
 from bench.lib.rounds import slowest, take_turns, turns_within
 from bench.lib.sharded_tables import NATIVE, WEIGHTS
 from bench.sync.sharded import RATES, ROUNDS_MIN, WARM_UP, WITH_WEIGHTS, ShardedArm
-from gckernels import sync
+from gckernels import planner, sync
+from gckernels.planner.choice import policy_of
+from gckernels.planner.drafts.problem import Problem, shards_of
+from gckernels.planner.machines.machine import Machine, MachineError, Replicas, Sharding
+from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync.lab import UNTHROTTLED, Network
-from gckernels.sync.planner.choice import policy_of
-from gckernels.sync.planner.drafts.problem import Problem, shards_of
-from gckernels.sync.planner.machines.machine import Machine, MachineError, Replicas, Sharding
-from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.arguments import as_weights
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.traces.model_trace import ModelTrace
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         native.step()
     throttle(network, network.rate)
     topology = sync.Topology(network.machines, network.ranks_per_machine)
-    profile = sync.profile(seconds=args.profile_s, compressors=methods, topology=topology)
+    profile = planner.profile(seconds=args.profile_s, compressors=methods, topology=topology)
     if dist.get_rank() == 0 and profile.left_out:
         print(f"left out of the profile: {'; '.join(profile.left_out)}", flush=True)
     predicted_s = from_rank_0(lambda: {spec: predicted(spec, recording.trace, profile, network) for spec in arms})

@@ -11,12 +11,12 @@ import pytest
 
 import gckernels
 from bench.planner.least_steps import Limits, highest_s, least_step_s, limits_of
-from gckernels.sync.planner.choice import POLICIES
-from gckernels.sync.planner.drafts.drafts import Draft, MessageDraft, step_s
-from gckernels.sync.planner.drafts.options import all_options, placed, variants
-from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.files import load_machine
-from gckernels.sync.planner.timeline.pricing import Pricer
+from gckernels.planner.choice import POLICIES
+from gckernels.planner.drafts.drafts import Draft, MessageDraft, step_s
+from gckernels.planner.drafts.options import all_options, placed, variants
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.files import load_machine
+from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Place
 from gckernels.sync.traces.model_trace import ModelTrace

@@ -8,14 +8,14 @@ import pytest
 
 import gckernels
 from bench.planner.possible import COMPRESSORS, links_s, problem_of, ranks_s, rows_of
+from gckernels.planner.choice import STARTS
+from gckernels.planner.machines.description import Description
+from gckernels.planner.machines.files import machine_names
+from gckernels.planner.machines.machine import Overheads, Shared
+from gckernels.planner.machines.parts import Copies, DescribedLink, Gpu, Host
+from gckernels.planner.timeline.pricing import Pricer
+from gckernels.planner.timeline.timeline import timeline
 from gckernels.sync import Plan, Topology, UnitPlan
-from gckernels.sync.planner.choice import STARTS
-from gckernels.sync.planner.machines.description import Description
-from gckernels.sync.planner.machines.files import machine_names
-from gckernels.sync.planner.machines.machine import Overheads, Shared
-from gckernels.sync.planner.machines.parts import Copies, DescribedLink, Gpu, Host
-from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.planner.timeline.timeline import timeline
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import PROGRAMS, Place, enumerate_programs, ring
 from gckernels.sync.programs.steps import Broadcast

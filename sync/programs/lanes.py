@@ -1,7 +1,7 @@
 """The rules by which stages get their lanes, and the interface of lanes.
 
 All messages are submitted with :func:`submit_stages`: to real lanes (:mod:`gckernels.sync.resources.lanes`), which run
-their stages, or to virtual lanes (:mod:`gckernels.sync.planner.timeline.virtual_lanes`), which compute their times.
+their stages, or to virtual lanes (:mod:`gckernels.planner.timeline.virtual_lanes`), which compute their times.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class LaterPlans:
 
     def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
         if self._made is None:
-            searching = importlib.import_module("..predictive.searching", __package__)
+            searching = importlib.import_module("gckernels.planner.predictive.searching")
             self._made = searching.PredictedPlans(self._training)
         found: tuple[Plan, ...] | Failure = yield from self._made.plans(stage, trace, race)
         return found

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from docs import console
-from gckernels.sync.commands import dispatch
+from gckernels.planner.commands import dispatch
 from pages import PAGES, ROOT
 
 REFERENCE = ROOT / "docs" / "reference"

@@ -72,7 +72,7 @@ def test_the_wheel_has_every_file_of_the_package(archives):
     names = set(zipfile.ZipFile(archives[1]).namelist())
     suffixes = ("*.py", "*.c", "*.json", "*.css", "*.js")
     wanted = set().union(*map(_sources, suffixes)) | {"gckernels/py.typed"}
-    assert len(wanted) > 100 and "gckernels/sync/planner/machines/shipped/lab.json" in wanted
+    assert len(wanted) > 100 and "gckernels/planner/machines/shipped/lab.json" in wanted
     assert wanted <= names
     assert all(name.split("/")[0].startswith("gckernels") for name in names)
 

@@ -36,7 +36,7 @@ def test_the_table_counts_what_is_there():
 
 def test_the_command_lists_it(tmp_path):
     written(tmp_path)
-    listed = run(tmp_path, "-c", "import laplace3; from gckernels.sync.commands import main; main(['compressors'])")
+    listed = run(tmp_path, "-c", "import laplace3; from gckernels.planner.commands import main; main(['compressors'])")
     (line,) = (line for line in listed.splitlines() if "Laplace3" in line)
     assert line in DOCUMENT
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gckernels import from_spec
+from gckernels.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
+from gckernels.planner.machines.machine import Overheads, Shared
+from gckernels.planner.machines.profile import Profile, Stamp
 from gckernels.sync import Topology
-from gckernels.sync.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
-from gckernels.sync.planner.machines.machine import Overheads, Shared
-from gckernels.sync.planner.machines.profile import Profile, Stamp
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 

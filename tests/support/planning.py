@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gckernels.compressor import Compressor
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.machine import Floats, MachineError, Overheads, Price, Shared
+from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync import Topology
-from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.machine import Floats, MachineError, Overheads, Price, Shared
-from gckernels.sync.planner.timeline.pricing import Pricer
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gckernels.compressor import Compressor
+from gckernels.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync import Topology
-from gckernels.sync.planner.machines.machine import Floats, Overheads, Price, Shared
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.traces.model_trace import ModelTrace

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
+from gckernels.planner.predictive import searching
+from gckernels.planner.predictive.planning import Proposal
 from gckernels.sync.plans.prediction import Prediction, Source
-from gckernels.sync.predictive import searching
-from gckernels.sync.predictive.planning import Proposal
 from gckernels.sync.tuning import uniform_candidates
 from gckernels.sync.tuning.proposers import LaterPlans
 from gckernels.sync.tuning.trials import spans

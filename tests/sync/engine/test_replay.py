@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from gckernels import from_spec
+from gckernels.planner.timeline.simulator import Need
+from gckernels.planner.timeline.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync import Plan, Topology, UnitPlan, attach, record_timeline, uniform_plan
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import DenseMessage, Unit
 from gckernels.sync.messages.seeds import Seeds
-from gckernels.sync.planner.timeline.simulator import Need
-from gckernels.sync.planner.timeline.virtual_lanes import Cost, VirtualLanes
 from gckernels.sync.programs import PROGRAMS, ring
 from gckernels.sync.programs.lanes import MAX_PHASES, lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 import gckernels
+from gckernels.planner.predictive import searching
+from gckernels.planner.predictive.planning import Proposal
 from gckernels.sync.frontends.changes import PlanChanges
-from gckernels.sync.predictive import searching
-from gckernels.sync.predictive.planning import Proposal
 from gckernels.sync.tracing.model_tracer import ModelTracer
 from gckernels.sync.tuning import recording, uniform_candidates
 from gckernels.sync.tuning.trials import race

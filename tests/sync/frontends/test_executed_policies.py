@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
+from gckernels.planner.choice import POLICIES, choose
+from gckernels.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync import Frontend, Plan, Topology, attach
-from gckernels.sync.planner.choice import POLICIES, choose
-from gckernels.sync.planner.drafts.problem import Problem, ProblemError
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gckernels import sync
+from gckernels.planner.predictive import searching
 from gckernels.sync.frontends.sharded.stand_ins import factor_of
-from gckernels.sync.predictive import searching
 from ranks import run_ranks, values_of
 from sharded_models import (
     SETTINGS,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gckernels.sync import commands, lab
+from gckernels.planner import commands
+from gckernels.sync import lab
 from gckernels.sync.lab import LinksError, cluster, link, namespaces
 from network_namespaces import WAIT_S, script, wait_until
 

@@ -8,7 +8,8 @@ import os
 
 import pytest
 
-from gckernels.sync import commands, lab
+from gckernels.planner import commands
+from gckernels.sync import lab
 from gckernels.sync.lab import LinksError, Network, namespaces
 from gckernels.sync.programs.steps import Level
 from gckernels.sync.programs.topology import Topology

@@ -13,8 +13,8 @@ from torch import nn
 
 from gckernels import sync
 from gckernels.ops import BlockQuant
+from gckernels.planner.drafts.problem import shards_of
 from gckernels.sync.frontends.sharded.shard_groups import shard_groups
-from gckernels.sync.planner.drafts.problem import shards_of
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import Role, TracedGather, TracedTensor, TraceError
 from gckernels.sync.tracing.script import trace_of_script

@@ -10,9 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
+from gckernels.planner.predictive.planning import Proposal
+from gckernels.planner.predictive.searching import Slices
 from gckernels.sync.engine.runtime import Runtime
-from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.predictive.searching import Slices
 from gckernels.sync.tracing.gradients import KeptGradients
 from gckernels.sync.tuning.trials.rules import STEPS
 from models import SMALL_BUCKETS, build

@@ -11,15 +11,10 @@ import torch
 import torch.distributed as dist
 
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity
-from gckernels.sync import Topology
-from gckernels.sync.accuracy.accuracy import allowed_compressors
-from gckernels.sync.communication.agreement import Failure, together
-from gckernels.sync.planner.drafts.problem import Problem
-from gckernels.sync.planner.machines.machine import Sharding
-from gckernels.sync.planner.policies.baselines import uniform
-from gckernels.sync.planner.timeline.pricing import Pricer
-from gckernels.sync.plans.plan import Frontend
-from gckernels.sync.predictive.planning import (
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.machine import Sharding
+from gckernels.planner.policies.baselines import uniform
+from gckernels.planner.predictive.planning import (
     LEAST_GAIN,
     Proposal,
     TriedPlans,
@@ -28,6 +23,11 @@ from gckernels.sync.predictive.planning import (
     proposal,
     proposed,
 )
+from gckernels.planner.timeline.pricing import Pricer
+from gckernels.sync import Topology
+from gckernels.sync.accuracy.accuracy import allowed_compressors
+from gckernels.sync.communication.agreement import Failure, together
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs.named import ALLREDUCE
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import TracedGather, TracedTensor

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from gckernels.planner.predictive.planning import tries
 from gckernels.sync.plans.numbers import change
-from gckernels.sync.predictive.planning import tries
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.trials.sentences import failed, restarted, resumed
 from gckernels.sync.tuning.trials.trial_report import PlainSteps, Tried, compresses, stays_plain

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from gckernels.sync.predictive import searching
-from gckernels.sync.predictive.planning import Proposal
-from gckernels.sync.predictive.searching import Slices
+from gckernels.planner.predictive import searching
+from gckernels.planner.predictive.planning import Proposal
+from gckernels.planner.predictive.searching import Slices
 from gckernels.sync.tuning.trials.rules import RECORDED, STEPS, WARMUP
 from gckernels.sync.tuning.trials.trials import TURN
 from models import build

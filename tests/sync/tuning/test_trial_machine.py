@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from gckernels import BlockQuant, Cast16, EFSignSGD
+from gckernels.planner.machines.codecs import moved_nbytes_per_element
+from gckernels.planner.machines.machine import MachineError, Shared
+from gckernels.planner.predictive.trial_machine import CodecFit, StageTime, TrialMachine, stage_times
 from gckernels.sync.engine.recorded_step import RecordedStage, RecordedStep
-from gckernels.sync.planner.machines.codecs import moved_nbytes_per_element
-from gckernels.sync.planner.machines.machine import MachineError, Shared
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.plans.units import UnitPlan
-from gckernels.sync.predictive.trial_machine import CodecFit, StageTime, TrialMachine, stage_times
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.named import ALLGATHER
 from gckernels.sync.programs.stages import StageKind

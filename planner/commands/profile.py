@@ -1,0 +1,155 @@
+"""The verb ``profile``: measures collectives, codecs and overheads of the ranks of torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from gckernels.ops import Identity
+from gckernels.sync.plans.numbers import duration, percent, three_digits
+from gckernels.sync.programs.steps import AllGather, AllReduce, Level, Place
+
+from ..machines.curves import CodecModel, CollectiveCurve
+from ..machines.files import profile_to_json
+from ..machines.machine import MachineError, has_prices
+from ..machines.profile import Profile
+from ..profiling import measure
+from .common.console import Console
+from .common.files import add_outputs
+from .common.inputs import methods_of
+from .common.outcome import Exit, Outcome, wrong_use
+from .common.tables import table
+
+_AGAIN = "measure again, with nothing else running"
+_START = "torchrun --nproc-per-node 2 -m gckernels profile -o machine.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``gckernels profile``."""
+    parser.description = (
+        "Measure what collectives, compressors and the engine cost on the ranks of torchrun, for gckernels plan. "
+        f"For example: {_START}"
+    )
+    parser.epilog = (
+        "The exit code is 3 if some measurements disagree by more than 20 %, which plans do not use, and if prices are "
+        "missing that every plan needs."
+    )
+    add_outputs(parser, "the profile")
+    parser.add_argument("--seconds", type=float, default=60.0, help="time that it may take (default: 60)")
+    parser.add_argument(
+        "--compressors", nargs="+", metavar="SPEC", help="compressors such as EFSignSGD or 'BlockQuant(bits=4)'"
+    )
+    parser.add_argument(
+        "--machines", type=int, help="number of machines, if ranks share some (default: every rank is a machine)"
+    )
+
+
+def run(given: argparse.Namespace, console: Console) -> Outcome:
+    """Measure a profile.
+
+    Raises:
+        CommandError: the arguments are wrong, or this is no rank of torchrun.
+    """
+    if "RANK" not in os.environ:
+        raise wrong_use("profile measures several ranks", f"start them with {_START}")
+    methods = None if given.compressors is None else methods_of(given.compressors)
+    import torch
+    import torch.distributed as dist
+
+    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend)
+
+    def progress(share: float, name: str) -> None:
+        if sys.stderr.isatty():
+            console.progress(share, name)
+        else:
+            console.note(f"{share:.0%} {name}")
+
+    try:
+        topology = _topology(given.machines, dist.get_world_size())
+        profile = measure.profile(given.seconds, methods, topology=topology, progress=progress)
+    except (TypeError, ValueError) as error:
+        raise wrong_use(error, "gckernels profile --help lists the arguments") from None
+    finally:
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+    record = profile_to_json(profile)
+    notes, code = [f"doubtful: {each}" for each in profile.doubtful], Exit.BAD_DATA
+    if profile.refused:
+        notes.append(f"plans do not use {', '.join(profile.refused)}; {_AGAIN}")
+    elif not _has_what_every_plan_needs(profile):
+        lacks = "plans cannot be made of it: it lacks prices that every plan needs, of averages, gathering or copies"
+        notes.append(f"{lacks}; {_AGAIN} or with more --seconds")
+    else:
+        code = Exit.OK
+    return Outcome(summary(profile), record, {given.output: json.dumps(record, indent=1) + "\n"}, notes, code)
+
+
+def _has_what_every_plan_needs(profile: Profile) -> bool:
+    """Whether there are prices of averages, gathering, copies and ``Identity``. Parts that were left out have none, and
+    neither have measurements that disagree because something else was running."""
+    one = np.ones(1)
+    try:
+        for step in (AllReduce, AllGather):
+            profile.collective(step.__name__, Level.FLAT, Place.DEVICE, one)
+        profile.copy(profile.computes_on, one)
+    except MachineError:
+        return False
+    return has_prices(profile, Identity())
+
+
+def _topology(machines: int | None, world_size: int) -> tuple[int, int] | None:
+    if machines is None:
+        return None
+    if machines < 1 or world_size % machines:
+        raise ValueError(f"--machines must divide the number of ranks, {world_size}, got {machines}")
+    return machines, world_size // machines
+
+
+def summary(profile: Profile) -> str:
+    """The tables of a profile, for people."""
+    stamp, overheads = profile.stamp, profile.overheads
+    collectives: dict[str, Callable[[CollectiveCurve], str]] = {
+        "collective": str,
+        "latency": lambda each: duration(each.curve.latency_s),
+        "large": lambda each: f"{three_digits(each.curve.nbytes[-1] / each.curve.wall_s[-1] / 1e6)} MB/s",
+        "error": lambda each: _error(each.error),
+    }
+    codecs: dict[str, Callable[[CodecModel], str]] = {
+        "codec": str,
+        "elements": lambda each: f"{three_digits(4e-9 / max(each.coefficients.element_s, 1e-15))} GB/s",
+        "per unit": lambda each: f"{three_digits(each.coefficients.unit_s * 1e6)} us",
+        "error": lambda each: _error(each.error),
+    }
+    sharing = [
+        f"one {level.value} collective can use {percent(share)} of its link" for level, share in profile.sharing.items()
+    ]
+    lines = [
+        f"{profile.name}; {stamp.device}; {three_digits(profile.cores)} cores per rank; {stamp.seconds:.0f} s",
+        "",
+        table(profile.collectives, collectives),
+        "",
+        table(profile.codecs, codecs),
+        "",
+        *sharing,
+        f"a stage takes {three_digits(overheads.stage_s * 1e6)} us, a hook {three_digits(overheads.hook_s * 1e6)} us",
+    ]
+    if profile.collectives and profile.codecs:
+        lines.append(f"predictions are expected to be off by {percent(profile.margin)}")
+    left_out: dict[str, list[str]] = {}  # by the reason
+    for part in profile.left_out:
+        name, _, reason = part.rpartition(": ")
+        left_out.setdefault(reason, []).append(name)
+    return "\n".join([*lines, *(f"not measured, {reason}: {'; '.join(each)}" for reason, each in left_out.items())])
+
+
+def _error(error: float | None) -> str:
+    return "unknown" if error is None else percent(error)

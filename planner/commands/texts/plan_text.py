@@ -1,0 +1,193 @@
+"""Chosen plans, and where compression pays, as text for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gckernels.sync.accuracy.accuracy import error_on
+from gckernels.sync.plans.names import short_spec, summary_of
+from gckernels.sync.plans.numbers import duration, plural, rate, three_digits, volume, whole_percent
+from gckernels.sync.plans.plan import Frontend
+
+from ...choice import Choice, Row
+from ...drafts.problem import Problem
+from ..common.caveats import Band, Caveats
+from ..common.tables import table
+from ..studies.advice import Advice, StepCost
+from ..studies.closed_forms import ClosedFormRow
+from ..studies.prediction import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR, Elsewhere, SweepResult
+from ..studies.sweeps import software_limit
+
+_FRONTENDS = {
+    Frontend.DDP: "a DDP model's buckets",
+    Frontend.MODULE: "a bare module",
+    Frontend.HSDP: "FSDP's groups of shards over replicas",
+    Frontend.FSDP: "FSDP's groups of shards",
+}
+
+
+def text(
+    problem: Problem, caveats: Caveats, here: Advice, steps: Sequence[StepCost], elsewhere: Elsewhere | None
+) -> str:
+    """Everything that ``gckernels plan`` says."""
+    choice, band = here.choice, here.band
+    lines = [
+        _head(problem),
+        *_compressors_lines(problem, caveats),
+        "",
+        _policies_table(choice, band),
+        *band.notes(),
+        "",
+    ]
+    if steps:
+        lines += [_steps_table(steps), ""]
+    if elsewhere is not None:
+        lines += _elsewhere_lines(problem, here, elsewhere)
+    units = f"{plural(len(choice.plan.units), 'unit')}: {summary_of(choice.plan, problem.topology.world_size)}"
+    return "\n".join([*lines, f"The plan of {choice.policy} has {units}.", here.memory.line(), here.text])
+
+
+def _head(problem: Problem) -> str:
+    """A sentence about the inputs."""
+    trace, step, topology = problem.trace, problem.step, problem.topology
+    rest = duration(step.forward_s + step.optimizer_s) if step.is_whole_step else "not known"
+    averaged = _FRONTENDS[problem.frontend] if problem.rounds is None else "average_updates"
+    ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
+    weights = "" if problem.weights is None else f" Parameters are gathered by {short_spec(problem.weights)}."
+    return (
+        f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
+        f"{volume(trace.nbytes)}, backward {duration(step.backward_s)}, forward and optimizer {rest}. "
+        f"For {averaged}.{weights}"
+    )
+
+
+def _compressors_lines(problem: Problem, caveats: Caveats) -> list[str]:
+    """Sentences about the compressors that may be used, about those that were named and cannot be, and about those
+    whose errors were not measured."""
+    specs = ", ".join(map(short_spec, problem.compressors)) or "none; only programs are chosen"
+    lines = [f"Allowed compressors: {specs}."]
+    lines += [f"No gradient may use {spec}: {why}." for spec, why in caveats.unusable.items()]
+    if assumed := _assumed_errors(problem):
+        lines.append(f"Errors are assumed, as on synthetic gradients, where the trace has none: {', '.join(assumed)}.")
+    return lines
+
+
+def _assumed_errors(problem: Problem) -> list[str]:
+    """The specs of allowed compressors whose errors the trace does not have for all of their gradients."""
+    tensors, found = problem.trace.tensors, []
+    for compressor in problem.compressors:
+        spec = str(compressor)  # as a recorded trace writes it
+        unknown = [tensors[number] for number in problem.users[compressor] if spec not in tensors[number].errors]
+        errors = (error_on(tensor, compressor) for tensor in unknown)
+        if any(error is None or error.assumed for error in errors):
+            found.append(short_spec(compressor))
+    return found
+
+
+def _policies_table(choice: Choice, band: Band) -> str:
+    """A table of all policies: step, speed-up, time that backward does not hide, relative error of the gradients, and
+    seconds of the search."""
+    none_s = choice.none.step_s
+    columns: dict[str, Callable[[Row], str]] = {
+        "policy": lambda row: row.policy,
+        band.column: lambda row: duration(row.step_s),
+        "vs none": lambda row: f"{none_s / row.step_s:.2f}" if row.step_s else "",
+        "exposed": lambda row: duration(row.exposed_s),
+        "error": lambda row: "0" if not row.error else three_digits(row.error),
+        "found in": lambda row: duration(row.found_s),
+    }
+    return table(choice.rows, columns)
+
+
+def _steps_table(steps: Sequence[StepCost]) -> str:
+    """A table of training steps: time, speed-up, and bits that are sent."""
+    plain_s = steps[0].step_s
+    columns: dict[str, Callable[[StepCost], str]] = {
+        "training step": lambda step: step.name,
+        "time": lambda step: duration(step.step_s),
+        "vs DDP": lambda step: f"{plain_s / step.step_s:.2f}" if step.step_s else "",
+        "bits sent per element": lambda step: three_digits(step.sent_bits),
+    }
+    return table(steps, columns)
+
+
+# -------------------------------------------------------------------- elsewhere
+
+
+def _elsewhere_lines(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
+    """A table for each sweep, sentences about limits, and the closed forms, with empty lines behind them."""
+    lines = []
+    for result in found.sweeps:
+        lines += [_sweep_table(result), ""]
+    if not here.band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
+        lines += ["What differs from the measured machine is estimated, +-25 %.", ""]
+    lines += [*_limits(problem, here, found), ""]
+    return [*lines, _closed_forms_table(found.closed_forms), ""] if found.closed_forms else lines
+
+
+def _sweep_table(result: SweepResult) -> str:
+    """A table of a sweep, with a row for each value."""
+    columns: dict[str, Callable[[tuple[float, Advice]], str]] = {
+        result.sweep.name: lambda row: result.sweep.axis.label(row[0]),
+        "none": lambda row: duration(row[1].choice.none.step_s),
+        "best": lambda row: duration(row[1].choice.row.step_s),
+        "vs none": lambda row: f"{row[1].gain:.2f}",
+        "advice": lambda row: row[1].short,
+    }
+    return table(zip(result.sweep.values, result.points, strict=True), columns, left=(4,))
+
+
+def _limits(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
+    """Sentences about the bandwidth up to which compression pays, and about the ratio that would be enough."""
+    if found.limit is None or found.enough is None:
+        return ["One rank sends nothing, so there is nothing to compress."]
+    if (bit_per_s := found.limit.bandwidth_bit_per_s) is not None:
+        lines = [f"Compression pays up to {rate(bit_per_s)} between machines, and not above."]
+    elif found.limit.always_pays:
+        lines = [f"Compression pays at every bandwidth up to {rate(HIGH_BIT_PER_S)}."]
+    else:
+        lines = [f"Compression pays at no bandwidth from {rate(LOW_BIT_PER_S)} up."]
+    if (most := software_limit(problem.machine)) is not None:
+        lines.append(f"Software gets {rate(most)} through a link of {problem.machine.name}, whatever its bandwidth.")
+    least_s = duration(found.enough.least_s)
+    least = f"{here.band.takes} at most {whole_percent(NEAR - 1)} above {least_s}, the least however few bytes are sent"
+    if found.enough.ratio == 1.0:
+        return [*lines, f"No ratio of compression is needed here: {least}."]
+    return [*lines, f"{three_digits(found.enough.ratio)} times fewer bytes would be enough here: then {least}."]
+
+
+def _closed_forms_table(rows: tuple[ClosedFormRow, ...]) -> str:
+    """A table of the closed forms beside the timeline: backward and synchronisation, without forward and optimizer."""
+    columns: dict[str, Callable[[ClosedFormRow], str]] = {
+        "backward and sync": lambda row: row.name,
+        "closed form": lambda row: duration(row.closed.step_s),
+        "timeline": lambda row: duration(row.timeline_s),
+        "differs": lambda row: f"{row.difference * 100:+.0f} %",
+        "why": lambda row: row.why or "they agree",
+    }
+    return table(rows, columns, left=(0, 4))
+
+
+# -------------------------------------------------------------------- JSON
+
+
+def record(problem: Problem, here: Advice, steps: Sequence[StepCost], elsewhere: Elsewhere | None) -> dict[str, Any]:
+    """The choice as JSON; times are in seconds."""
+    columns = ("policy", "step_s", "exposed_s", "error", "found_s")
+    found = {
+        "model": problem.trace.model,
+        "machine": problem.machine.name,
+        "topology": {"machines": problem.topology.machines, "devices": problem.topology.devices},
+        "frontend": problem.frontend.value,
+        "weights": None if problem.weights is None else short_spec(problem.weights),
+        "allowed": list(map(short_spec, problem.compressors)),
+        "assumed_errors": _assumed_errors(problem),
+        "advice": here.text,
+        "policies": [{name: getattr(row, name) for name in columns} for row in here.choice.rows],
+    }
+    if problem.rounds is not None:
+        found["rounds"] = {"every": problem.rounds.every, "delay": problem.rounds.delay}
+        found["training_steps"] = list(map(asdict, steps))
+    return found | here.record() | ({} if elsewhere is None else elsewhere.record())

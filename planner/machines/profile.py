@@ -1,0 +1,273 @@
+"""Profiles: machines whose prices were measured.
+
+A profile has a curve for every collective and copy, and a linear model for every codec. Each knows its relative error
+at sizes that were held out when it was fitted. Nothing is hidden: prices beyond the measured sizes, and prices that are
+put together from others, are noted in :attr:`Profile.assumptions`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gckernels.compressor import Compressor
+from gckernels.ops import PowerSGD
+from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.programs.steps import AllGather, AllToAll, Hop, Level, Place
+from gckernels.sync.programs.topology import Topology
+
+from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, is_fitted_from, sides_of
+from .machine import AtLeastZero, Floats, MachineError, Overheads, Price, Shared
+from .parts import AboveZero, Fraction
+
+REFUSED_ERROR = 0.20
+"""Relative error from which a measurement is not used."""
+WARNED_ERROR = 0.10
+"""Relative error from which a measurement is doubtful."""
+MIN_MARGIN = 0.02
+"""Least relative error that predictions are expected to have: nothing repeats more exactly on a machine."""
+
+Measured = CollectiveCurve | CodecModel | CopyCurve
+
+_TAKEN = ("collective", "exchange", "codec")
+_EXCHANGES = tuple(each.__name__ for each in (AllGather, AllToAll, Hop))
+MEASURE_AGAIN = "measure again with gckernels profile, with nothing else running"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Where and when a profile was measured.
+
+    Attributes:
+        hosts: name of the host of each rank.
+        device: name of the device of a rank.
+        backend: backend of the process group.
+        torch: version of torch.
+        gckernels: version of gckernels.
+        date: when, in ISO 8601.
+        seconds: how long it took.
+    """
+
+    hosts: tuple[str, ...]
+    device: str
+    backend: str
+    torch: str
+    gckernels: str
+    date: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured machine. It implements :class:`~gckernels.planner.machines.machine.Machine`.
+
+    The work of a collective on the link is its wire part (:meth:`~.curves.Curve.wire`) times the share of the link that
+    one such collective can use: two at once on two channels tell that share. CPU seconds are work on the cores.
+
+    Attributes:
+        name: its name, for people.
+        topology: topology of the ranks.
+        computes_on: ``CORES`` on the CPU, otherwise ``DEVICE``.
+        cores: cores of the machine per rank.
+        overheads: constant times of the engine.
+        collectives: the curves of collectives.
+        codecs: the models of codecs.
+        copies: the curves of copies.
+        sharing: for each level, the share of its link that one collective can use.
+        taken: for ``"collective"``, ``"exchange"`` and ``"codec"``: the work on :attr:`computes_on` that a backward
+            beside them loses, relative to their own time on a device, to their CPU seconds on the CPU. Exchanges move
+            payloads and add nothing. Without a measurement of their own they take their CPU seconds, and as much of a
+            device as collectives.
+        left_out: what was not measured, for people.
+        stamp: where and when it was measured.
+        memory_nbytes: the bytes of memory of a rank, the least of all; ``None`` in profiles of earlier releases.
+        assumptions: how often prices were asked that were not measured as such, by reason.
+    """
+
+    name: str
+    topology: Topology
+    computes_on: Shared
+    cores: AboveZero
+    overheads: Overheads
+    collectives: tuple[CollectiveCurve, ...]
+    codecs: tuple[CodecModel, ...]
+    copies: tuple[CopyCurve, ...]
+    sharing: Mapping[Level, Fraction]
+    taken: Mapping[str, AtLeastZero]
+    left_out: tuple[str, ...]
+    stamp: Stamp
+    memory_nbytes: float | None = None
+    assumptions: dict[str, int] = field(default_factory=dict, compare=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.computes_on not in (Shared.CORES, Shared.DEVICE):
+            raise MachineError(f"profile: computes_on must be cores or device, got {self.computes_on.value!r}")
+        if wrong := {*self.taken} - {*_TAKEN}:
+            raise MachineError(f"profile: taken must have numbers for {', '.join(_TAKEN)}, got {', '.join(wrong)}")
+
+    # ---------------------------------------------------------------- the machine
+
+    @property
+    def estimated(self) -> bool:
+        """Never: prices were measured."""
+        return False
+
+    @property
+    def margin(self) -> float:
+        """The relative error that predictions are expected to have.
+
+        It is the median error of the used measurements at held-out sizes, of collectives or of codecs, whichever is
+        larger; at least :data:`MIN_MARGIN`.
+        """
+        medians = [MIN_MARGIN]
+        for measured in (self.collectives, self.codecs):
+            errors = [each.error for each in measured if each.error is not None and each.error <= REFUSED_ERROR]
+            medians += [statistics.median(errors)] if errors else []
+        return max(medians)
+
+    @property
+    def capacities(self) -> Mapping[Shared, float]:
+        """The capacity of every shared resource."""
+        return {shared: self.cores if shared == Shared.CORES else 1.0 for shared in Shared}
+
+    @property
+    def shared_by(self) -> Mapping[Shared, int]:
+        """Nothing: measured times are those of the busiest links already."""
+        return {}
+
+    def collective(self, step: str, level: Level, place: Place, wire_nbytes: Floats, from_roots: bool = False) -> Price:
+        """The price of a collective; see :meth:`~gckernels.planner.machines.machine.Machine.collective`.
+
+        Collectives of roots are not measured. A root sends as many bytes as all devices of its machine do otherwise,
+        which takes as long over one card.
+
+        Raises:
+            MachineError: it was not measured, or its measurements do not agree.
+        """
+        if self.topology.size(level) == 1:
+            return Price(np.zeros_like(wire_nbytes))
+        if self.topology.size(level) == self.topology.world_size:
+            level = Level.FLAT  # the same ranks
+        wanted = (step, level, self._actual(place))
+        alike = (each for each in self.collectives if (each.step, each.level, each.place) == wanted)
+        curve = self._curve(next(alike, None), f"{step} of level {level.value} was", wire_nbytes)
+        alone = curve.wall(wire_nbytes)
+        wire = self.sharing.get(level, 1.0) * curve.wire(wire_nbytes)
+        measured = "exchange" in self.taken or self.computes_on == Shared.CORES
+        kind = "exchange" if step in _EXCHANGES and measured else "collective"
+        return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), kind))
+
+    def codec(
+        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
+    ) -> Price:
+        """The price of a codec; see :meth:`~gckernels.planner.machines.machine.Machine.codec`.
+
+        A shard is encoded at the price of other units. Recoding that was not measured costs as much as decoding and
+        encoding. Low-rank messages encode and decode the units that they send exactly.
+
+        Raises:
+            MachineError: it was not measured, or its measurements do not agree.
+        """
+        match work:
+            case StageKind.ENCODE_SHARD:
+                return self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
+            case StageKind.PROJECT if not isinstance(compressor, PowerSGD):
+                return self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
+            case StageKind.RECONSTRUCT if not isinstance(compressor, PowerSGD):
+                return self.codec(StageKind.DECODE, compressor, place, units, elements, sources)
+        at = self._actual(place)
+        found = next(
+            (
+                each
+                for each in self.codecs
+                if (each.work, each.place) == (work, at) and is_fitted_from(each.compressor, compressor)
+            ),
+            None,
+        )
+        if found is None and work in (StageKind.RECODE, StageKind.ADD):
+            self._note(f"{compressor} {work.value} was not measured: decode and encode")
+            decode = self.codec(StageKind.DECODE, compressor, place, units, elements, sources)
+            return decode + self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
+        if found is None:
+            raise MachineError(f"{self.name}: {work.value} of {compressor} was not measured; {MEASURE_AGAIN}")
+        self._check(found)
+        if np.any(elements > found.max_elements):
+            self._note(f"{found} beyond {found.max_elements} elements")
+        if np.any(units > found.max_units):
+            self._note(f"{found} beyond {found.max_units} units")
+        if sources > found.max_sources:
+            self._note(f"{found} beyond {found.max_sources} sources")
+        alone = found.coefficients.seconds(units, elements, sources, sides_of(compressor, units, elements))
+        if at == Place.HOST:  # beside the device, and so beside nothing of backward's
+            return Price(alone, {Shared.CORES: np.minimum(alone * found.cores, alone * self.cores)})
+        return Price(alone, self._computing(alone, alone * found.cores, "codec"))
+
+    def copy(self, resource: Shared, nbytes: Floats) -> Price:
+        """The price of copies; see :meth:`~gckernels.planner.machines.machine.Machine.copy`.
+
+        Raises:
+            MachineError: it was not measured, or its measurements do not agree.
+        """
+        found = next((each for each in self.copies if each.resource == resource), None)
+        alone = self._curve(found, f"copies over {resource.value} were", nbytes).wall(nbytes)
+        return Price(alone, {resource: alone})
+
+    # ---------------------------------------------------------------- its quality
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """The measurements that are not used because their error is too large, for people."""
+        return self._errors_above(REFUSED_ERROR, float("inf"))
+
+    @property
+    def doubtful(self) -> tuple[str, ...]:
+        """The measurements that are used, but have large errors, for people."""
+        return self._errors_above(WARNED_ERROR, REFUSED_ERROR)
+
+    def _errors_above(self, least: float, largest: float) -> tuple[str, ...]:
+        measured: tuple[Measured, ...] = (*self.collectives, *self.codecs, *self.copies)
+        errors = [(each, each.error or 0.0) for each in measured]
+        return tuple(f"{each}: error {error:.0%}" for each, error in errors if least < error <= largest)
+
+    def _curve(self, found: CollectiveCurve | CopyCurve | None, what: str, nbytes: Floats) -> Curve:
+        """The curve of a measurement, whose use for sizes ``[n]`` is noted.
+
+        Raises:
+            MachineError: it was not made, or it disagrees with itself.
+        """
+        if found is None:
+            raise MachineError(f"{self.name}: {what} not measured; {MEASURE_AGAIN}")
+        self._check(found)
+        if np.any(nbytes > found.curve.nbytes[-1]):
+            self._note(f"{found} beyond {found.curve.nbytes[-1]:.0f} bytes")
+        return found.curve
+
+    def _check(self, found: Measured) -> None:
+        if found.error is not None and found.error > REFUSED_ERROR:
+            raise MachineError(
+                f"{self.name}: the measurements of {found} disagree by {found.error:.0%}, more than "
+                f"{REFUSED_ERROR:.0%}; {MEASURE_AGAIN}"
+            )
+
+    def _note(self, reason: str) -> None:
+        self.assumptions[reason] = self.assumptions.get(reason, 0) + 1
+
+    # ---------------------------------------------------------------- resources
+
+    def _actual(self, place: Place) -> Place:
+        """The place where it is measured: a rank without a device has only one."""
+        return Place.DEVICE if self.computes_on == Shared.CORES else place
+
+    def _link(self, level: Level) -> Shared:
+        """The link that a level needs most. On one machine all ranks are inside of it."""
+        return Shared.INTRA if level == Level.INTRA or self.topology.machines == 1 else Shared.INTER
+
+    def _computing(self, alone: Floats, cores: Floats, kind: str) -> dict[Shared, Floats]:
+        """The work on the resource of backward, of stages that take ``alone`` seconds and ``cores`` CPU seconds."""
+        if self.computes_on == Shared.CORES:
+            return {Shared.CORES: self.taken.get(kind, 1.0) * np.minimum(cores, self.cores * alone)}
+        share = min(self.taken.get(kind, 1.0 if kind == "codec" else 0.0), 1.0)
+        return {Shared.DEVICE: share * alone}

@@ -1,0 +1,297 @@
+"""Measurement of codecs: bound as the engine binds them, on cold buffers, on all ranks at once."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
+from gckernels.codec import Codec, Decoding, Encoding, Recoding
+from gckernels.compressor import Compressor
+from gckernels.ops import PowerSGD
+from gckernels.sync.communication.communicators import DryCommunicators
+from gckernels.sync.messages.lowrank import LowRankMessage
+from gckernels.sync.messages.message import Unit
+from gckernels.sync.messages.seeds import Seeds
+from gckernels.sync.plans.plan import UnitPlan
+from gckernels.sync.programs.named import default_program
+from gckernels.sync.programs.stages import StageKind
+from gckernels.sync.programs.steps import Place
+from gckernels.sync.resources.feedback import Feedback
+from gckernels.sync.resources.memory_spaces import Places
+
+from ...machines.curves import CodecModel
+from .fits import LaunchSample, coefficients_of
+from .memory import Arena
+from .session import Session, Stopwatch
+
+_SETS = 16  # units that are bound at most, for all buffers of a case
+_BURST = 1 << 21  # elements that follow each other at most: memory takes a few quickly, and writes them back later
+ALIGN = 16
+"""Buffers begin at multiples of this number of elements."""
+
+_MOMENTS = 2  # at each of which all launches are measured
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch to measure.
+
+    Attributes:
+        units: number of units.
+        elements: number of elements of all of them.
+        sources: number of payloads to merge.
+        stretch: rows of a unit's matrix over its columns; low-rank methods only.
+    """
+
+    units: int
+    elements: int
+    sources: int = 1
+    stretch: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of a unit."""
+        return max(self.elements // self.units // ALIGN, 1) * ALIGN
+
+    @property
+    def sets(self) -> int:
+        """Number of different buffers that follow each other."""
+        return max(min(_SETS // self.units, _BURST // self.elements), 1)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of a unit as a matrix, with powers of two."""
+        columns = 1 << max(int(math.log2(self.numel / self.stretch)) // 2, 0)
+        return self.numel // columns, columns
+
+
+def works_of(method: Compressor) -> tuple[StageKind, ...]:
+    """The works of a method that are measured."""
+    if not isinstance(method, Codec):
+        return StageKind.PROJECT, StageKind.RECONSTRUCT
+    if method.traits.summable:
+        return StageKind.ENCODE, StageKind.DECODE, StageKind.ADD
+    return StageKind.ENCODE, StageKind.DECODE, StageKind.RECODE, StageKind.ADD
+
+
+def cases_of(session: Session, work: StageKind) -> list[Case]:
+    """The launches of a work that are measured."""
+    extent, ranks = session.extent, max(session.topology.world_size, 2)
+    sizes = [(1, elements) for elements in extent.elements] + list(extent.many)
+    merges = work in (StageKind.DECODE, StageKind.RECODE)
+    cases = [Case(*size, sources=ranks if merges else 1) for size in sizes]
+    match work:
+        case StageKind.DECODE:
+            cases += [Case(*size) for size in sizes[::2]]
+        case StageKind.RECODE:  # never of one payload, whose few entries a selection finds in another way
+            other = ranks // 2 if ranks > 3 else ranks + 1
+            cases += [Case(*size, sources=other) for size in sizes[2::3]]
+        case StageKind.PROJECT | StageKind.RECONSTRUCT:
+            cases += [Case(*size, stretch=64) for size in sizes[2::3]]
+    return cases
+
+
+def measure_codecs(
+    session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], place: Place
+) -> list[CodecModel]:
+    """The models of some works of a method. Collective. The slowest rank counts."""
+    method.compile_host(recodes=True)
+    if isinstance(method, Codec):
+        return [model for work in works for model in _models(session, arena, method, (work,), place)]
+    return _models(session, arena, method, (StageKind.PROJECT, StageKind.RECONSTRUCT), place)
+
+
+Timed = tuple[float, float]
+"""Seconds of a call, and its CPU seconds."""
+
+
+def _models(
+    session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], place: Place
+) -> list[CodecModel]:
+    """The models of works that are measured together; none if there is no launch for the method. Collective.
+
+    All launches are measured at two moments, and the shorter time counts: other processes can only make it longer.
+    """
+    cases = [case for case in cases_of(session, works[0]) if _takes(method, case)]
+    if not cases:
+        return []
+    moments = [[_times(session, arena, method, works, case) for case in cases] for _ in range(_MOMENTS)]
+    least = [list(map(min, *times)) for times in zip(*moments, strict=True)]
+    columns = zip(*least, strict=True)
+    return [_model(method, work, place, cases, column) for work, column in zip(works, columns, strict=True)]
+
+
+def _takes(method: Compressor, case: Case) -> bool:
+    """Whether a method compresses the units of a launch: low-rank methods send small ones exactly."""
+    return isinstance(method, Codec) or type(method.fit(case.shape)) is type(method)
+
+
+def _times(session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], case: Case) -> list[Timed]:
+    """The times of all works of a launch. Collective; the slowest rank counts."""
+    starts = arena.starts(case.units * case.numel * case.sources, case.sets * _rounds(session))
+    if isinstance(method, Codec):
+        calls = [[bound(arena, method, work, case, start) for start in starts] for work in works]
+        return timed(session, arena, calls, case.sets)
+    messages = [_low_rank_message(session, arena, method, case, start) for start in starts]
+    kinds = [stage.spec.kind for stage in messages[0].stages]
+    at = [index for index, kind in enumerate(kinds) if kind in works]
+    phases = [[message.stages[index].work for message in messages] for index in at]
+    times = dict(zip(at, timed(session, arena, phases, case.sets), strict=True))
+    return [_mean([time for index, time in times.items() if kinds[index] == work]) for work in works]
+
+
+def _mean(times: Sequence[Timed]) -> Timed:
+    wall_s, cores_s = (statistics.mean(column) for column in zip(*times, strict=True))
+    return wall_s, cores_s
+
+
+def _rounds(session: Session) -> int:
+    """The rounds of a moment."""
+    return -(-session.extent.rounds // _MOMENTS)
+
+
+def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets: int) -> list[Timed]:
+    """Seconds and CPU seconds of a call, for each phase. Collective; the slowest rank counts.
+
+    Calls have buffers of their own, which are in no cache. A phase has several rounds of ``sets`` calls, of which the
+    quickest one counts: a pause of the machine is longer than a call.
+    """
+    for calls in phases:
+        for call in calls:
+            call()  # buffers get their memory in the first call
+    quick: list[float] = []
+    for calls in phases:
+        rounds = []
+        arena.flush()
+        for first in range(0, sets * _rounds(session), sets):
+            arena.flush(whole=False)
+            watch = Stopwatch(arena.device, session.clock)
+            watch.mark()
+            for index in range(first, first + sets):
+                calls[index % len(calls)]()
+            watch.mark()
+            rounds.append((watch.seconds()[-1] / sets, watch.cores_s() / sets))
+        quick += min(rounds)
+    slowest = session.ranks.slowest(quick)
+    return list(zip(slowest[::2], slowest[1::2], strict=True))
+
+
+def _model(
+    method: Compressor, work: StageKind, place: Place, cases: Sequence[Case], times: Sequence[Timed]
+) -> CodecModel:
+    coefficients, error = coefficients_of(
+        [_sample(method, case, wall_s) for case, (wall_s, _) in zip(cases, times, strict=True)]
+    )
+    return CodecModel(
+        method,
+        work,
+        place,
+        coefficients,
+        statistics.median(cores_s / wall_s for wall_s, cores_s in times),
+        max(case.units for case in cases),
+        max(case.elements for case in cases),
+        max(case.sources for case in cases),
+        error,
+    )
+
+
+def _sample(method: Compressor, case: Case, seconds: float) -> LaunchSample:
+    sides = 0.0 if isinstance(method, Codec) else float(case.units * sum(case.shape))
+    return LaunchSample(case.units, case.units * case.numel, case.sources, seconds, sides)
+
+
+def _low_rank_message(session: Session, arena: Arena, method: Compressor, case: Case, start: int) -> LowRankMessage:
+    """A message of matrices, which is never sent: it decodes what it has encoded itself."""
+    places = Places.of(arena.device)
+    communicators: Any = DryCommunicators(0, session.topology, places)
+    program = default_program(method, session.topology.world_size)
+    fitted = method.fit(case.shape)
+    assert isinstance(fitted, PowerSGD)
+    units = []
+    for index in range(case.units):
+        first = (start + index * case.numel) % (arena.numel - case.numel + 1) // ALIGN * ALIGN
+        plan = UnitPlan(f"p{index}", case.numel, fitted, program, fitted.traits.needs_feedback)
+        units.append(Unit(plan, arena.outs[first : first + case.numel]))  # reconstruction overwrites its gradients
+    for unit in units:
+        unit.grad.copy_(arena.grads[: case.numel])
+    return LowRankMessage(units, communicators, Feedback(places), Seeds(0, places))
+
+
+# -------------------------------------------------------------------- launches, bound as the engine binds them
+
+
+def bound(arena: Arena, method: Codec, work: StageKind, case: Case, start: int) -> Work:
+    """A launch on buffers whose gradients begin at ``start``. Its payloads have been encoded from gradients."""
+    numel, units = case.numel, case.units
+    states = method.traits.states * numel
+    keeps = method.traits.needs_feedback
+    nbytes = method.payload_nbytes(numel)
+    payloads = torch.zeros(case.sources, 1, units * nbytes, dtype=torch.uint8, device=arena.device)
+    shares = [payloads[..., index * nbytes : (index + 1) * nbytes] for index in range(units)]
+    residuals = [torch.zeros(states if keeps else 0, dtype=torch.float32, device=arena.device) for _ in range(units)]
+    kept = [residual if keeps else None for residual in residuals]
+
+    def piece(of: torch.Tensor, index: int, source: int = 0) -> torch.Tensor:
+        first = (start + (source * units + index) * numel) % (of.numel() - numel + 1) // ALIGN * ALIGN
+        return of[first : first + numel]
+
+    def encodings(source: int) -> Iterator[Encoding]:
+        for index, share in enumerate(shares):
+            yield Encoding(method, piece(arena.grads, index, source), kept[index], share[source], index)
+
+    if work == StageKind.ENCODE:
+        return bind_encodes(encodings(0))
+    for source in range(case.sources):
+        bind_encodes(encodings(source))()
+    if work == StageKind.DECODE:
+        decodings = [Decoding(method, share, piece(arena.outs, index)) for index, share in enumerate(shares)]
+        return bind_decodes(decodings, 1.0 / case.sources)
+    results = torch.zeros(units, nbytes, dtype=torch.uint8, device=arena.device)
+    if work == StageKind.ADD:
+        sums = [piece(arena.outs, index) for index in range(units)]
+        return _bound_add(method, list(encodings(0)), shares, sums, results[:, None])
+    shard_keeps = method.shard_compressor.traits.needs_feedback
+    shard_states = method.shard_compressor.traits.states * numel
+    recodings = [
+        Recoding(
+            method,
+            share[:, 0],
+            torch.zeros(shard_states, dtype=torch.float32, device=arena.device) if keeps and shard_keeps else None,
+            results[index],
+            numel,
+            index,
+        )
+        for index, share in enumerate(shares)
+    ]
+    return bind_recodes(recodings, 1.0 / case.sources)
+
+
+def _bound_add(
+    method: Codec,
+    encodings: Sequence[Encoding],
+    received: Sequence[torch.Tensor],
+    sums: Sequence[torch.Tensor],
+    results: torch.Tensor,
+) -> Work:
+    """The stage of a ring that adds the own part to a shard that has arrived, and encodes the sum."""
+    mine = [encoding.grad for encoding in encodings]
+    decodings = [Decoding(method, payload, total) for payload, total in zip(received, sums, strict=True)]
+    decode = bind_decodes(decodings, 1.0, accumulate=True)
+    encode = bind_encodes(
+        replace(each, grad=total, payload=result) for each, total, result in zip(encodings, sums, results, strict=True)
+    )
+
+    def add() -> None:
+        torch._foreach_copy_(list(sums), mine)
+        decode()
+        encode()
+
+    return add
