@@ -17,7 +17,7 @@ help: ## list the targets
 # a test of several ranks often waits, so another test runs meanwhile
 WORKERS = $(shell expr $$(nproc) + 1)
 PART_kernels := tests/conformance tests/ops tests/toolkit
-PART_planner := tests/planner/commands tests/planner tests/planner/profiling tests/sync/reporting
+PART_planner := tests/planner tests/sync/reporting
 PART_package := bench/tests tests/package tests/support
 PART_sync := $(filter-out $(PART_planner),$(wildcard tests/sync/*))
 test: $(INSTALLED) ## tests that need neither a GPU nor much time; PART=kernels, planner, sync or package runs a part

@@ -30,11 +30,12 @@ class Build(build):
 
 
 class SourceDistribution(sdist):
-    """A source distribution with the link ``gckernels/sync``, so that the package can be imported from it."""
+    """A source distribution with the links in ``gckernels/``, so that the package can be imported from it."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        os.symlink("../sync", Path(base_dir, "gckernels", "sync"))
+        for part in ("sync", "planner"):
+            os.symlink(f"../{part}", Path(base_dir, "gckernels", part))
 
 
 setup(

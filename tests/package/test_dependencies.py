@@ -1,4 +1,4 @@
-"""The package runs without optional dependencies, and the compressors do not import the synchronisation."""
+"""The package runs without optional dependencies, and the compressors do not import what is built on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gckernels.requirements import TRITON
 from processes import output_of
 
 PACKAGE = Path(gckernels.__file__).parent
-SYNC, TESTING = PACKAGE / "sync", PACKAGE / "testing"
+ABOVE, TESTING = (PACKAGE / "sync", PACKAGE / "planner"), PACKAGE / "testing"
 
 SOMETHING_IS_MISSING = """
 import importlib, sys
@@ -33,7 +33,7 @@ def imported(name):
     except ImportError as error:
         print(error)
 
-for name in ("gckernels", "gckernels.sync"):
+for name in ("gckernels", "gckernels.sync", "gckernels.planner"):
     linux, sys.modules["triton"] = sys.platform, None
     imported(name)
     del sys.modules["triton"]
@@ -50,7 +50,7 @@ def test_the_import_says_what_is_missing():
         f"gckernels needs Triton, .*: pip install '{re.escape(TRITON)}'",
         "gckernels runs on Linux .*, not on darwin",
         "gckernels runs on Linux .*, not on win32",
-    ] * 2
+    ] * 3
     assert len(printed) == len(expected), printed
     for line, output in zip(printed, expected, strict=True):
         assert re.match(output, line), line
@@ -79,20 +79,21 @@ def test_tests_run_with_the_pythons_and_the_oldest_versions_that_the_metadata_al
 
 
 def test_a_checkout_is_a_whole_package_wherever_it_lies():
-    """Python in the checkout's folder imports the checkout, whatever is installed, because a relative link leads to
-    ``sync/``."""
-    assert os.readlink(Path(__file__).parents[2] / "gckernels" / "sync") == "../sync"
+    """Python in the checkout's folder imports the checkout, whatever is installed, because relative links lead to
+    ``sync/`` and ``planner/``."""
+    for part in ("sync", "planner"):
+        assert os.readlink(Path(__file__).parents[2] / "gckernels" / part) == f"../{part}"
 
 
-def test_the_library_does_not_import_the_synchronisation():
+def test_the_library_imports_neither_the_synchronisation_nor_the_planner():
     """The dependency goes one way. Two parts are excepted: ``__main__``, which is run and never imported, and
     ``testing``, which is for tests and benchmarks."""
-    outside = (SYNC, TESTING, PACKAGE / "__main__.py")
+    outside = (*ABOVE, TESTING, PACKAGE / "__main__.py")
     files = [file for file in PACKAGE.rglob("*.py") if not {file, *file.parents} & {*outside}]
     assert len(files) > 50
     for file in files:
         imported = set(_imports(ast.parse(file.read_text())))
-        assert not imported & {"sync", "testing", "__main__"}, file
+        assert not imported & {"sync", "planner", "testing", "__main__"}, file
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:

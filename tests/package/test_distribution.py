@@ -19,18 +19,18 @@ from network_namespaces import need_links
 ROOT = Path(__file__).parents[2]
 TRIES = """
 import torch, gckernels
-from gckernels import sync
+from gckernels import planner, sync
 compressor = gckernels.EFSignSGD()
 payload = torch.empty(compressor.payload_nbytes(1000), dtype=torch.uint8)
 compressor.encode(torch.randn(1000), None, payload)
-print(gckernels.__file__, sync.__file__, sep="\\n")
+print(gckernels.__file__, sync.__file__, planner.__file__, sep="\\n")
 """
 FINDS = """
 from importlib import machinery, util
 package = util.find_spec("gckernels")
-part = machinery.PathFinder.find_spec("gckernels.sync", package.submodule_search_locations)
 print(package.origin)
-print(part.origin)
+for name in ("gckernels.sync", "gckernels.planner"):
+    print(machinery.PathFinder.find_spec(name, package.submodule_search_locations).origin)
 """
 
 
@@ -64,7 +64,8 @@ def archives(checkout) -> tuple[Path, Path]:
 def _sources(pattern: str) -> set[str]:
     """The files of the package in the checkout, under the names that they have when installed."""
     found = {str(path.relative_to(ROOT)) for path in (ROOT / "gckernels").rglob(pattern)}
-    found |= {f"gckernels/{path.relative_to(ROOT)}" for path in (ROOT / "sync").rglob(pattern)}
+    for part in ("sync", "planner"):
+        found |= {f"gckernels/{path.relative_to(ROOT)}" for path in (ROOT / part).rglob(pattern)}
     return found
 
 
@@ -86,7 +87,7 @@ def test_the_source_distribution_has_every_file_of_the_repository(archives):
     with tarfile.open(archives[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
-    assert "conftest.py" in tracked and "gckernels/sync" in tracked  # the second is a link
+    assert {"conftest.py", "gckernels/sync", "gckernels/planner"} <= tracked  # the last two are links
     assert tracked - names == set()
 
 
@@ -145,5 +146,5 @@ def test_the_lab_works_elsewhere(archives, tmp_path):
 def test_python_in_the_checkout_takes_the_checkout():
     """The checkout comes before installed packages on the path, so it must be a whole package."""
     printed = _run(sys.executable, "-c", FINDS, cwd=ROOT)
-    assert len(printed.splitlines()) == 2
+    assert len(printed.splitlines()) == 3
     assert all(Path(name).is_relative_to(ROOT) for name in printed.splitlines())
