@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PURE = ("programs", "plans", "traces", "accuracy", "planner")
-"""The folders of ``sync/`` that know no process group."""
+LINKED = ("sync", "planner")
+"""The folders beside ``gckernels/`` to which it has links, the lower one first."""
+PURE = (
+    *(f"sync/{room}" for room in ("programs", "plans", "traces", "accuracy")),
+    *(f"planner/{room}" for room in ("machines", "timeline", "drafts", "search", "policies", "auto", "choice")),
+)
+"""The rooms that know no process group."""
 UPWARDS = ("gckernels.sync.frontends.kinds", "gckernels.sync.tuning.proposers")
 """The modules that import front ends, or the proposer of predicted plans, from above when these are asked for."""
 TRAINERS = ("accelerate", "lightning", "torchft", "torchtitan", "transformers")
 """Packages that need not be installed."""
 MAX_MODULES = 14
-"""The largest number of modules in a folder of ``sync/``."""
+"""The largest number of modules in a folder of a linked package."""
 
 
 def modules(*folders: str) -> Iterator[tuple[str, Path]]:
@@ -28,9 +33,9 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = list(path.relative_to(ROOT).with_suffix("").parts)
-            if parts[:2] == ["gckernels", "sync"]:  # a link to sync/
+            if parts[0] == "gckernels" and parts[1] in LINKED:  # found in the folder that the link leads to
                 continue
-            if parts[0] == "sync":
+            if parts[0] in LINKED:
                 parts.insert(0, "gckernels")
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
@@ -38,7 +43,7 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
 def imported(name: str, path: Path) -> Iterator[str]:
     """The dotted names of everything that a module imports, including imports inside functions, those for
     types, and those by ``importlib``, but for :data:`UPWARDS`."""
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    package = package_of(name, path)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -46,10 +51,24 @@ def imported(name: str, path: Path) -> Iterator[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+    if name not in UPWARDS:
+        yield from asked_for(name, path)
+
+
+def asked_for(name: str, path: Path) -> Iterator[str]:
+    """The dotted names of modules that a module imports by ``importlib``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
             match node.args:
-                case [ast.Constant(str(relative)), ast.Name("__package__")] if name not in UPWARDS:
-                    yield importlib.util.resolve_name(relative, ".".join(package))
+                case [ast.Constant(str(relative)), ast.Name("__package__")]:
+                    yield importlib.util.resolve_name(relative, ".".join(package_of(name, path)))
+                case [ast.Constant(str(absolute))]:
+                    yield absolute
+
+
+def package_of(name: str, path: Path) -> list[str]:
+    """The package whose relative names a module uses."""
+    return name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
 
 
 def is_in(name: str, *packages: str) -> bool:
@@ -69,16 +88,16 @@ def library() -> list[tuple[str, str]]:
 
 
 def floor_of(name: str) -> str:
-    """The folder of ``sync/`` to which a module or name belongs, or ``""``."""
+    """The room of a linked package to which a module or name belongs, such as ``"sync/engine"``, or ``""``."""
     parts = name.split(".")
-    return parts[2] if parts[:2] == ["gckernels", "sync"] and len(parts) > 2 else ""
+    return "/".join(parts[1:3]) if parts[0] == "gckernels" and parts[1:2] and parts[1] in LINKED and parts[2:] else ""
 
 
-def folders_of_sync() -> dict[str, set[str]]:
-    """The folders of ``sync/``, nested ones too, with those from which their modules import."""
-    places = {name: path.parent.relative_to(ROOT).as_posix() for name, path in modules("sync")}
+def folders() -> dict[str, set[str]]:
+    """The folders of the linked packages, nested ones too, with those from which their modules import."""
+    places = {name: path.parent.relative_to(ROOT).as_posix() for name, path in modules(*LINKED)}
     found: dict[str, set[str]] = {place: set() for place in places.values()}
-    for name, target in arrows("sync"):
+    for name, target in arrows(*LINKED):
         module = target if target in places else target.rpartition(".")[0]
         if module in places and places[module] != places[name]:
             found[places[name]].add(places[module])
@@ -86,12 +105,22 @@ def folders_of_sync() -> dict[str, set[str]]:
 
 
 def test_there_are_arrows():
-    assert len(arrows("gckernels")) > 300 and len(arrows("sync")) > 300
-    assert {floor_of(name) for name, _ in arrows("sync")} >= {*PURE, "frontends", "engine", "tuning"}
+    assert all(len(arrows(folder)) > 300 for folder in ("gckernels", *LINKED))
+    assert {floor_of(name) for name, _ in arrows(*LINKED)} >= {*PURE, "sync/frontends", "sync/engine", "sync/tuning"}
 
 
 def test_compressors_know_nothing_of_communication():
-    assert [arrow for arrow in library() if is_in(arrow[1], "gckernels.sync", "torch.distributed")] == []
+    above = ("gckernels.sync", "gckernels.planner", "torch.distributed")
+    assert [arrow for arrow in library() if is_in(arrow[1], *above)] == []
+
+
+def test_the_synchronisation_works_without_the_planner():
+    """It imports one module of it, when a training asks for predictions."""
+    assert [arrow for arrow in arrows("sync") if is_in(arrow[1], "gckernels.planner")] == []
+    later = [(name, target) for name, path in modules("sync") for target in asked_for(name, path)]
+    assert [arrow for arrow in later if is_in(arrow[1], "gckernels.planner")] == [
+        ("gckernels.sync.tuning.proposers", "gckernels.planner.predictive.searching")
+    ]
 
 
 def test_the_toolkit_knows_no_algorithm():
@@ -99,84 +128,93 @@ def test_the_toolkit_knows_no_algorithm():
     assert wrong == []
 
 
-@pytest.mark.parametrize("folder", ["gckernels", "sync"])
-def test_no_module_imports_itself_through_others(folder):
+@pytest.mark.parametrize("parts", [("gckernels",), LINKED], ids="+".join)
+def test_no_module_imports_itself_through_others(parts):
     """In a cycle ``graphlib`` raises a CycleError that names the modules. Imports inside functions count."""
-    names = {name for name, _ in arrows(folder)}
+    names = {name for name, _ in arrows(*parts)}
     arrows_to: dict[str, set[str]] = {name: set() for name in names}
-    for name, target in arrows(folder):
+    for name, target in arrows(*parts):
         module = target if target in names else target.rpartition(".")[0]  # the target may be a name in a module
         if module in names - {name}:
             arrows_to[name].add(module)
     assert len(list(graphlib.TopologicalSorter(arrows_to).static_order())) > 100
 
 
-def test_no_folder_of_sync_imports_itself_through_others():
-    order = list(graphlib.TopologicalSorter(folders_of_sync()).static_order())
+def test_no_folder_imports_itself_through_others():
+    order = list(graphlib.TopologicalSorter(folders()).static_order())
     assert order.index("sync/programs") < order.index("sync/engine") < order.index("planner/commands")
 
 
-def test_folders_of_sync_are_small():
-    counts = Counter(path.parent for _, path in modules("sync"))
+def test_folders_are_small():
+    counts = Counter(path.parent for _, path in modules(*LINKED))
     assert {str(folder): count for folder, count in counts.items() if count > MAX_MODULES} == {}
 
 
 def test_what_is_for_tests_is_imported_by_tests():
-    tools = [arrow for arrow in [*library(), *arrows("sync")] if is_in(arrow[1], "gckernels.testing", "harness")]
+    tools = [arrow for arrow in [*library(), *arrows(*LINKED)] if is_in(arrow[1], "gckernels.testing", "harness")]
     assert tools == []
     for_third_parties = [arrow for arrow in arrows("gckernels") if is_in(arrow[0], "gckernels.testing")]
-    assert [arrow for arrow in for_third_parties if is_in(arrow[1], "gckernels.sync", "harness")] == []
+    above = ("gckernels.sync", "gckernels.planner", "harness")
+    assert [arrow for arrow in for_third_parties if is_in(arrow[1], *above)] == []
 
 
 def test_modules_are_in_folders():
-    assert {name for name, _ in arrows("sync") if not floor_of(name)} == {"gckernels.sync"}
+    alone = {name for name, path in modules(*LINKED) if path.parent in [ROOT / folder for folder in LINKED]}
+    planner = {f"gckernels.planner{module}" for module in ("", ".auto", ".choice")}
+    assert alone == {"gckernels.sync", *planner}
 
 
-@pytest.mark.parametrize("folder", PURE)
-def test_what_is_planned_knows_no_process_groups(folder):
-    mine = [arrow for arrow in arrows("sync") if floor_of(arrow[0]) == folder]
+@pytest.mark.parametrize("room", PURE)
+def test_what_is_planned_knows_no_process_groups(room):
+    mine = [arrow for arrow in arrows(*LINKED) if floor_of(arrow[0]) == room]
     assert mine and [arrow for arrow in mine if is_in(arrow[1], "torch.distributed")] == []
 
 
-@pytest.mark.parametrize("folder", PURE)
-def test_what_is_pure_imports_only_what_is_pure(folder):
-    inside = [arrow for arrow in arrows("sync") if floor_of(arrow[0]) == folder and is_in(arrow[1], "gckernels.sync")]
+@pytest.mark.parametrize("room", PURE)
+def test_what_is_pure_imports_only_what_is_pure(room):
+    mine = [arrow for arrow in arrows(*LINKED) if floor_of(arrow[0]) == room]
+    inside = [arrow for arrow in mine if is_in(arrow[1], "gckernels.sync", "gckernels.planner")]
     assert inside and {floor_of(target) for _, target in inside} <= {*PURE}
 
 
 def test_the_lab_imports_nothing_else_of_the_package():
     """Not even torch: its command and its helpers start in an instant."""
-    mine = [arrow for arrow in arrows("sync") if floor_of(arrow[0]) == "lab"]
-    assert (
-        mine
-        and [arrow for arrow in mine if is_in(arrow[1], "torch", "gckernels") and floor_of(arrow[1]) != "lab"] == []
-    )
+    mine = [arrow for arrow in arrows("sync") if floor_of(arrow[0]) == "sync/lab"]
+    outside = [arrow for arrow in mine if floor_of(arrow[1]) != "sync/lab"]
+    assert mine and [arrow for arrow in outside if is_in(arrow[1], "torch", "gckernels")] == []
+
+
+ABOVE_FRONT_ENDS = ("attaching", "integrations", "reporting", "stats", "tracing", "tuning")
+ABOVE_DRAFTS = ("auto", "choice", "commands", "policies", "predictive", "search")
 
 
 @pytest.mark.parametrize(
-    ("folder", "importers"),
+    ("room", "importers"),
     [
-        ("attaching", {"integrations"}),
-        ("tuning", {"attaching", "commands", "integrations", "predictive"}),
-        ("predictive", set()),  # its name alone is known to what imports it when a training asks for predictions
-        ("planner", {"predictive", "profiling", "commands"}),
-        (
-            "frontends",
-            {"attaching", "stats", "tracing", "reporting", "predictive", "tuning", "commands", "integrations"},
-        ),
-        ("reporting", {"attaching", "commands"}),
-        ("commands", set()),
-        ("integrations", set()),
+        ("sync/attaching", {"sync/integrations"}),
+        ("sync/tuning", {"sync/attaching", "sync/integrations", "planner/commands", "planner/predictive"}),
+        ("sync/frontends", {*(f"sync/{each}" for each in ABOVE_FRONT_ENDS), "planner/commands", "planner/predictive"}),
+        ("sync/reporting", {"sync/attaching"}),
+        ("sync/integrations", set()),
+        ("planner/timeline", {"planner/drafts", *(f"planner/{each}" for each in ABOVE_DRAFTS)}),
+        ("planner/drafts", {f"planner/{each}" for each in ABOVE_DRAFTS}),
+        ("planner/search", {"planner/auto", "planner/policies"}),
+        ("planner/policies", {"planner/choice"}),
+        ("planner/auto", {"planner/choice"}),
+        ("planner/choice", {"planner/commands", "planner/predictive"}),
+        ("planner/profiling", {"planner/commands", "planner/predictive"}),
+        ("planner/predictive", set()),  # sync imports it by its name, when a training asks for predictions
+        ("planner/commands", set()),
     ],
 )
-def test_a_folder_is_imported_from_above_alone(folder, importers):
-    others = [arrow for arrow in arrows("sync") if floor_of(arrow[0]) not in (*importers, folder, "")]
-    assert others and [arrow for arrow in others if floor_of(arrow[1]) == folder] == []
+def test_a_room_is_imported_from_above_alone(room, importers):
+    others = [arrow for arrow in arrows(*LINKED) if floor_of(arrow[0]) not in (*importers, room, "")]
+    assert others and [arrow for arrow in others if floor_of(arrow[1]) == room] == []
 
 
 @pytest.mark.parametrize("package", TRAINERS)
 def test_a_trainer_is_imported_by_its_own_module_alone(package):
-    importers = {name for name, target in [*library(), *arrows("sync")] if is_in(target, package)}
+    importers = {name for name, target in [*library(), *arrows(*LINKED)] if is_in(target, package)}
     assert importers == {f"gckernels.sync.integrations.{package}"}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_arrows import modules
+from test_arrows import LINKED, modules
 from torch.utils._device import _device_constructors
 
 KINDS = {"dtype", "device"}
@@ -36,7 +36,7 @@ def unnamed(text: str) -> Iterator[str]:
 
 
 def test_all_tensors_name_their_type_and_place():
-    wrong = [(name, call) for name, path in modules("gckernels", "sync") for call in unnamed(path.read_text())]
+    wrong = [(name, call) for name, path in modules("gckernels", *LINKED) for call in unnamed(path.read_text())]
     assert wrong == []
 
 
