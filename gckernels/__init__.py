@@ -1,6 +1,7 @@
 """Gradient compression for PyTorch: fused kernels, drop-in ops, compressors.
 
-``gckernels`` has the algorithms and does not communicate; ``gckernels.sync`` sends encoded gradients.
+``gckernels`` has the algorithms and does not communicate; ``gckernels.sync`` sends encoded gradients;
+``gckernels.planner`` predicts the time that this takes, and chooses plans.
 """
 
 from types import ModuleType as _ModuleType

@@ -1,7 +1,7 @@
 """``python -m gckernels``: the command ``gckernels``.
 
-The command speaks of both halves of the package, so it lives in ``gckernels.sync``. This module is not a part of the
-library, which never imports ``gckernels.sync``: nothing imports it, Python runs it.
+The command speaks of all parts of the package, so it lives in the highest one, ``gckernels.planner``. This module is
+not a part of the library, which imports neither that nor ``gckernels.sync``: nothing imports it, Python runs it.
 """
 
 import sys
