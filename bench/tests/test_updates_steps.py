@@ -21,7 +21,7 @@ def turns() -> dict[str, int]:
             for _ in range(2):
                 step_s, sent = training.turn()
                 assert step_s > 0 and sent == 0
-            attachment = training._attachment
+            attachment = training.attachment
             found[arm] = -1 if attachment is None else attachment.steps
             training.close()
     return found
