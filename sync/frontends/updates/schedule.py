@@ -28,6 +28,7 @@ def quadratic_rounds(rates: Sequence[float], every: int = 2, alpha: float | None
     (quadratic synchronisation rule, Gu et al., arXiv:2310.14423, section 2). Before the highest rate rounds have
     ``every`` steps. The last one ends with the training.
 
+    >>> from gckernels.sync import quadratic_rounds
     >>> quadratic_rounds([1.0] * 4 + [0.5] * 14)
     {0: 2, 4: 5, 14: 4, 18: 2}
 
