@@ -106,7 +106,8 @@ def host_functions() -> str:
 def pages() -> dict[Path, str]:
     """The text of every file that has generated parts, as it should be."""
     measured = FOLDER / "measurements"
-    timed, trained = (read_csv(RESULTS / "cpu" / f"{name}.csv") for name in ("time_to_accuracy", "convergence"))
+    times, trained = (read_csv(RESULTS / "cpu" / f"{name}.csv") for name in ("time_to_accuracy", "convergence"))
+    timed = [row for row in times if row["rate"] == training_tables.RATE]  # updates have a table of their own
     return {
         FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table(), entries_table()),
         FOLDER / "host_path.md": _with_part(FOLDER / "host_path.md", host_functions()),

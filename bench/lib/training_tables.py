@@ -12,6 +12,8 @@ from bench.lib.step_tables import arm_name, network_name, rate_name
 
 POINTS, SHARE_OF_BITS = 0.005, 0.005  # an aggressive arm may lose half a point of accuracy, or half a percent of bits
 LOWER_IS_BETTER = ("bytes_lm",)
+RATE = "50mbit"
+"""The rate of the links whose trainings are compared with all compressors."""
 TRAINED = {
     "digits": "digits",
     "fashion_mnist": "Fashion-MNIST",
@@ -20,9 +22,6 @@ TRAINED = {
 }
 FEW = ("none", "Cast16", "BlockQuant", "BlockQuant(bits=4)", "QSGD", "PowerSGD", "EFSignSGD", "ChunkTopK")
 """The compressors of the short table of accuracies."""
-
-SHOWN_RATE = "50mbit"
-"""The rate of the links in tables of times; updates have a table of their own."""
 
 Run = Mapping[str, str]
 
@@ -35,7 +34,7 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
         trained: rows of ``convergence.csv``. The rows of plain DDP, of the same recipes, are further seeds.
     """
     lines = []
-    for (model, network, rate), arms in _by_cell(run for run in rows if run["rate"] == SHOWN_RATE).items():
+    for (model, network, rate), arms in _by_cell(rows).items():
         plain = arms.get(PLAIN, [])
         seeds = {run["seed"] for run in plain}
         further = [
@@ -70,8 +69,7 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
 
 def late_table(rows: Iterable[Run]) -> str:
     """A line for each arm: its time to the second target over plain DDP's, a column for each model."""
-    shown = _by_cell(run for run in rows if run["rate"] == SHOWN_RATE)
-    cells = {model: arms for (model, _, _), arms in shown.items()}
+    cells = {model: arms for (model, _, _), arms in _by_cell(rows).items()}
     lines = []
     for arm in dict.fromkeys(arm for arms in cells.values() for arm in arms if arm != PLAIN):
         line = {"": arm_name(arm)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +12,11 @@ from bench.lib.arms import AGAIN
 from bench.lib.arms import PLAIN as PLAIN_DDP
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
+from bench.lib.step_tables import rate_name
 
 UPDATES, STEPS = RESULTS / "cpu" / "updates.csv", RESULTS / "cpu" / "updates_steps.csv"
+TIMED_RATES = ("2mbit", "20mbit", "200mbit", "1gbit")
+"""The rates of the links over which trainings with updates are timed."""
 PLAIN = "none"
 SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 
@@ -92,6 +95,40 @@ def steps_table(path: Path = STEPS) -> str:
     arms = [arm for arm in found if arm in names] + [arm for arm in found if arm not in names]
     lines = ([names.get(arm, f"`{arm}`"), *(found[arm].get(cell, "") for cell in columns)] for arm in arms)
     return markdown_of_cells(["", *columns], lines)
+
+
+def times_table(rows: Iterable[Mapping[str, str]], model: str = "bytes_lm", target: float = 3.5) -> str:
+    """A row for every arm, with the seconds until a training of a model is as good as a target, for each rate of the
+    links, and how many times as fast as plain DDP that is; then the metric at the end of the training at the highest
+    rate.
+
+    Args:
+        rows: the rows of ``time_to_accuracy.csv``.
+        model: the model, whose metric is better if it is lower.
+        target: the target.
+    """
+    found: dict[str, dict[str, Mapping[str, str]]] = {}
+    for row in rows:
+        if row["model"] == model and row["rate"] in TIMED_RATES:
+            found.setdefault(row["arm"], {})[row["rate"]] = row
+    rates = [rate for rate in TIMED_RATES if any(rate in of_arm for of_arm in found.values())]
+    lines = []
+    for arm, of_arm in found.items():
+        cells = []
+        for rate in rates:
+            seconds, plain = (_seconds_to(target, found[each].get(rate)) for each in (arm, PLAIN_DDP))
+            text = "" if rate not in of_arm else "never" if seconds is None else f"{seconds:.1f} s"
+            cells.append(f"{text} ({plain / seconds:.1f})" if seconds and plain and arm != PLAIN_DDP else text)
+        last = of_arm.get(rates[-1])
+        name = "plain DDP" if arm == PLAIN_DDP else f"`{arm}`"
+        lines.append([name, *cells, "" if last is None else f"{float(last['metric']):.3f}"])
+    return markdown_of_cells(["", *map(rate_name, rates), "at the end"], lines)
+
+
+def _seconds_to(target: float, row: Mapping[str, str] | None) -> float | None:
+    """The seconds of training until an evaluation was as good as a target; ``None`` if there was none."""
+    points = [] if row is None else [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
+    return next((seconds for seconds, metric in points if metric <= target), None)
 
 
 Results = dict[str, tuple[float, dict[str, float]]]

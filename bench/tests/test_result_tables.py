@@ -7,7 +7,7 @@ from bench.lib.prediction_tables import NAMES, predictions_table
 from bench.lib.step_tables import trains_table
 from bench.lib.training_tables import accuracy_table, late_table
 from bench.lib.updates_tables import accuracy_table as updates_table
-from bench.lib.updates_tables import best_table
+from bench.lib.updates_tables import best_table, times_table
 from bench.lib.updates_tables import steps_table as updates_steps_table
 
 
@@ -31,6 +31,24 @@ def test_times_to_the_second_target():
         for arm, late_s in (("plain", "4.0"), ("EFSignSGD", "1.0"), ("TopK", ""))
     ]
     assert late_table(rows).splitlines()[2:] == ["| `EFSignSGD` | 0.25 |", "| `TopK` | never |"]
+
+
+def test_times_of_updates_to_a_loss():
+    """A target lies between two evaluations, and the metric of a training that has ended early is not shown."""
+    rows = [
+        {"model": "bytes_lm", "rate": rate, "arm": arm, "metric": "2.9", "curve": curve}
+        for rate, arm, curve in (
+            ("2mbit", "plain", "50.0:4.0 100.0:3.4"),
+            ("1gbit", "plain", "1.0:3.5 2.0:2.9"),
+            ("2mbit", "EFSignSGD, every 2", "1.0:3.6 4.0:3.5"),
+            ("1gbit", "EFSignSGD, every 2", "1.0:3.6 2.0:3.6"),
+            ("50mbit", "TopK", "1.0:3.6"),
+        )
+    ]
+    assert times_table(rows).splitlines()[2:] == [
+        "| plain DDP | 100.0 s | 1.0 s | 2.900 |",
+        "| `EFSignSGD, every 2` | 4.0 s (25.0) | never | 2.900 |",
+    ]
 
 
 def test_predictions(path_of):

@@ -40,7 +40,7 @@ ARMS = (
     *(f"{SIGNS}, every {every}, decay 0.8" for every in (1, 2)),
     *(f"{SIGNS}, every 2, decay {decay}" for decay in (0.5, 1)),
     "EFSignSGD(block=1024), every 2, decay 0.8",
-    f"{SIGNS}, direction, decay 0.5",
+    f"{SIGNS}, direction, decay 0.8",
     f"{SIGNS}, every 2 growing, decay 0.8",
     f"{SIGNS}, every 4, decay 1",
     *(f"BlockQuant(bits=4), every {every}, decay 1" for every in (4, 10, 30)),
