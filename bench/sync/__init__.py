@@ -1,1 +1,1 @@
-"""Benchmarks of synchronisation: the hook, whole steps, overlap, building messages, the error of a ring."""
+"""Benchmarks of synchronisation: the hook, whole steps, overlap, building messages."""
