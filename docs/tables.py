@@ -138,9 +138,7 @@ def pages() -> dict[Path, str]:
             prediction_tables.predictions_table("transformer_10m"),
             prediction_tables.predictions_table("mlp"),
         ),
-        measured / "kernels_on_cpu.md": _with_part(
-            measured / "kernels_on_cpu.md", kernel_tables.compressors_table(), kernel_tables.widths_table()
-        ),
+        measured / "kernels_on_cpu.md": _with_part(measured / "kernels_on_cpu.md", kernel_tables.compressors_table()),
         FOLDER / "howto" / "fsdp.md": _with_part(
             FOLDER / "howto" / "fsdp.md",
             sharded_tables.predictions_table(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown
 
-PATH, WIDTHS_PATH = RESULTS / "cpu" / "microbench.csv", RESULTS / "cpu" / "vector_widths.csv"
+PATH = RESULTS / "cpu" / "microbench.csv"
 LARGE, WITH_EAGER = str(2**25), str(2**22)
 ORDER = (
     *("Identity", "Cast16", "OneBit", "SignSGD", "SigNUM", "EFSignSGD", "EFSignSGD(block=None)"),
@@ -36,20 +36,6 @@ def compressors_table(only: Collection[str] = ORDER, path: Path = PATH) -> str:
         for direction in ("encode", "decode"):
             factor = rows[name, direction, WITH_EAGER, "2"]["factor_over_eager"]
             line[f"over eager torch, {direction}"] = f"{float(factor):.0f}"
-        lines.append(line)
-    return markdown(lines, list(lines[0]))
-
-
-def widths_table(path: Path = WIDTHS_PATH) -> str:
-    """A line for every compressor with random numbers: percent of the copy with all instructions and with AVX2."""
-    found = {(row["work"], row["threads"], row["instructions"]): row["percent_of_copy"] for row in read_csv(path)}
-    lines = []
-    for work in dict.fromkeys(work for work, threads, _ in found if threads == "2"):
-        line = {"": f"`{work}`"}
-        for threads, noun in (("1", "thread"), ("2", "threads")):
-            both = (found[work, threads, instructions] for instructions in ("all", "all, again"))
-            line[f"{threads} {noun}, AVX-512"] = ", ".join(both)
-            line[f"{threads} {noun}, AVX2"] = found[work, threads, "without AVX-512"]
         lines.append(line)
     return markdown(lines, list(lines[0]))
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).absolute().parents[2]
 
@@ -46,29 +43,6 @@ def launch_ranks(ranks: int) -> int:
     command += [*python_arguments(sys.argv[0]), *sys.argv[1:]]
     # one thread per rank: ranks that compete for cores are slower
     return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
-
-
-def printed_by_workers(module: str, commands: Sequence[str], rounds: int) -> list[list[Any]]:
-    """The objects that ``python -m module --worker`` prints as JSON, with commands as C compilers, which take turns.
-
-    Args:
-        module: dotted name of the module.
-        commands: values of ``$CC``; a command that is named twice has two processes.
-        rounds: number of processes for each.
-
-    Returns:
-        For each command the objects of its processes.
-    """
-    found: list[list[Any]] = [[] for _ in commands]
-    worker = [sys.executable, "-W", "error"]  # a compiler that fails only causes a warning otherwise
-    for _ in range(rounds):
-        for results, command in zip(found, commands, strict=True):
-            environment = os.environ | {"CC": command}
-            run = subprocess.run(
-                [*worker, "-m", module, "--worker"], env=environment, capture_output=True, text=True, check=True
-            )
-            results.append(json.loads(run.stdout))
-    return found
 
 
 def heed_interrupts() -> None:

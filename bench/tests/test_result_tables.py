@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.lib.kernel_tables import compressors_table, widths_table
+from bench.lib.kernel_tables import compressors_table
 from bench.lib.prediction_tables import NAMES, predictions_table
 from bench.lib.step_tables import trains_table
 from bench.lib.training_tables import accuracy_table, late_table
@@ -84,16 +84,6 @@ def test_bandwidths(path_of):
     path = path_of([row | {"factor_over_eager": "7.4"} for row in rows])
     cells = " | ".join(["12.3 GB/s, 57 %"] * 4)
     assert compressors_table(["TopK"], path).splitlines()[2:] == [f"| `TopK` | {cells} | 7 | 7 |"]
-
-
-def test_widths(path_of):
-    cases = {"all": "58", "all, again": "55", "without AVX-512": "47"}
-    rows = [
-        {"work": work, "threads": threads, "instructions": instructions, "percent_of_copy": percent}
-        for work, threads in (("QSGD", "1"), ("QSGD", "2"), ("draws alone", "1"))
-        for instructions, percent in cases.items()
-    ]
-    assert widths_table(path_of(rows)).splitlines()[2:] == ["| `QSGD` | 58, 55 | 47 | 58, 55 | 47 |"]
 
 
 def test_trains(path_of):
