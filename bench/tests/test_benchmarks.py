@@ -75,7 +75,7 @@ def test_a_recorded_command_is_relative_to_the_root(bench, monkeypatch):
 def test_every_result_says_how_it_was_made(bench):
     """The history has the dates of other files. No command holds an absolute path."""
     tables = {row["file"] for row in bench.read_csv(BENCH / "results" / "cpu" / "compiled_tables.csv")}
-    assert tables == {"kernels.csv", "pipes.csv", "warps.csv"}
+    assert tables == {"kernels.csv", "pipes.csv"}
     for path in sorted((BENCH / "results").rglob("*.csv")):
         if path.name not in {"history.csv", *tables}:
             rows = bench.read_csv(path)

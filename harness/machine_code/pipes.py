@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import multiprocessing
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import isqrt, prod
 from pathlib import Path
@@ -291,8 +291,8 @@ def read_table(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def write_table(path: Path, rows: list[Row], columns: Sequence[str] = COLUMNS) -> None:
+def write_table(path: Path, rows: list[Row]) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=columns, lineterminator="\n")
+        writer = csv.DictWriter(file, fieldnames=COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
