@@ -87,7 +87,6 @@ class Arm:
             of :data:`HOOKS`; or :data:`SILENT`, whose steps take what DDP itself takes.
         setting: the model, inputs and answers of every step, and the machines.
         timeout: timeout of its process group; the default is that of torch.
-        start_step: the first step of a plan that compresses.
 
     Attributes:
         model: the DDP model.
@@ -100,7 +99,6 @@ class Arm:
         spec: str | sync.Plan | sync.Auto,
         setting: Setting,
         timeout: datetime.timedelta | None = None,
-        start_step: int = 0,
     ) -> None:
         workload = setting.workload
         # PyTorch's PowerSGD starts collectives in callbacks of futures: with two buckets or more, Gloo hangs
@@ -110,17 +108,15 @@ class Arm:
         self.attachment: sync.Attachment | None = None
         self._loss, self._batch = workload.loss, setting.batch
         start_s = time.perf_counter()
-        self._reduced_nbytes = self._attach(spec, setting.topology, start_step)
+        self._reduced_nbytes = self._attach(spec, setting.topology)
         self.attach_s = time.perf_counter() - start_s
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
-    def _attach(
-        self, spec: str | sync.Plan | sync.Auto, topology: sync.Topology, start_step: int
-    ) -> Callable[[], float] | None:
+    def _attach(self, spec: str | sync.Plan | sync.Auto, topology: sync.Topology) -> Callable[[], float] | None:
         """Register the hook; returns a function for the bytes that an arm without a compressor reduces in a step."""
         numel = sum(each.numel() for each in self.model.parameters())
         if isinstance(spec, sync.Plan | sync.Auto):
-            self.attachment = sync.attach(self.model, spec, start_step=start_step)
+            self.attachment = sync.attach(self.model, spec)
             return None
         if spec in (PLAIN, AGAIN):
             return lambda: 4.0 * numel

@@ -21,7 +21,7 @@ RIVALS = ("auto, safe", "fp16_compress_hook", "Cast16", "policy all, safe", "pol
 
 @pytest.mark.parametrize(
     "command",
-    ["overlap", "steps", "replay_error", "link_faults", "links", "auto", "drift", "predictions", "sharded", "trains"],
+    ["overlap", "steps", "link_faults", "links", "auto", "drift", "predictions", "sharded", "trains"],
 )
 def test_commands_say_why_and_end(monkeypatch, capsys, command):
     module = importlib.import_module(f"bench.sync.{command}")
@@ -42,7 +42,6 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
         ("link_faults", ["--faults", "pause", "--rate", "1gbit", "--arms", "EFSignSGD"], 1, "world_size"),
         ("auto", ["--models", "digits", "--rates", "1gbit", "--at-once", "3", "--arms", *RIVALS], 7, "network"),
         ("drift", ["--models", "digits", "--changes", "throttle", "--before", "5", "--steps", "40"], 3, "network"),
-        ("replay_error", ["--rates", "1gbit"], 8, "world_size"),
         ("links", ["--rates", "1gbit", "--delays", "1ms"], 1, None),
         ("sharded", ["--rates", "1gbit", "--arms", "BlockQuant(bits=4), weights BlockQuant", "auto"], 3, "network"),
     ],
