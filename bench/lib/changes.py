@@ -41,8 +41,8 @@ def change(action: str, *arguments: int | str) -> None:
     """Change a link, and return when that has been done.
 
     Args:
-        action: one of :data:`ACTIONS`, which are methods of :class:`~gckernels.sync.lab.Links`.
-        arguments: the arguments of that method.
+        action: one of :data:`ACTIONS`, which are methods of :class:`~gckernels.sync.lab.LabLink`.
+        arguments: the rank or machine whose link it is, and the arguments of that method.
 
     Raises:
         RuntimeError: the link cannot be changed; with the reason.
@@ -119,8 +119,9 @@ def _changed(made: Links, action: str, arguments: tuple[int | str, ...]) -> str 
     """Change a link; returns why that is not possible, or ``None``."""
     if action not in ACTIONS:
         return "there is no such change"
+    place, *rest = arguments
     try:
-        getattr(made, action)(*arguments)
+        getattr(made[place], action)(*rest)
     except Exception as error:  # the rank that has asked gets it
         return str(error)
     return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import types
+from unittest import mock
 
 import pytest
 
 from bench.lib import changes
+from gckernels.sync import lab
 
 
 class Links:
@@ -19,13 +21,13 @@ class Links:
     def __init__(self):
         self.done = []
 
-    def cut(self, place):
+    def __getitem__(self, place):
         if place == 7:
             raise ValueError("there is no such link")
-        self.done.append(("cut", place))
-
-    def throttle(self, place, rate):
-        self.done.append(("throttle", place, rate))
+        link = mock.create_autospec(lab.LabLink, instance=True)  # has the methods of real links, and no others
+        link.cut.side_effect = lambda: self.done.append(("cut", place))
+        link.throttle.side_effect = lambda rate: self.done.append(("throttle", place, rate))
+        return link
 
 
 @pytest.fixture
