@@ -152,29 +152,18 @@ class Arm:
             begin, backward, averaged, end = self.ticks()
         return (backward - begin) / 1e9, (averaged - backward) / 1e9, (end - averaged) / 1e9
 
-    def traced(self, path: Path, without_backward: bool = False) -> Ticks:
-        """Train one step and write its trace; collective.
-
-        Args:
-            path: path of the trace.
-            without_backward: whether all gradients are given at once instead of being computed.
-        """
+    def traced(self, path: Path) -> None:
+        """Train one step and write its trace; collective."""
         with sync.record_timeline(path):
-            return self.ticks(without_backward)
+            self.ticks()
 
-    def ticks(self, without_backward: bool = False) -> Ticks:
+    def ticks(self) -> Ticks:
         """Train one step; returns its ticks."""
         inputs, answers = self._batch
         begin = time.perf_counter_ns()
         loss = self._loss(self.model(inputs), answers)
         backward = time.perf_counter_ns()
-        if without_backward:
-            parameters = list(self.model.parameters())[::-1]  # in the order in which backward ends with them
-            grads = [parameter.detach() * 1e-3 for parameter in parameters]
-            backward = time.perf_counter_ns()
-            torch.autograd.backward(parameters, grads)
-        else:
-            loss.backward()
+        loss.backward()
         averaged = time.perf_counter_ns()
         self._optimizer.step()
         self._optimizer.zero_grad()

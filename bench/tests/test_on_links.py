@@ -21,7 +21,7 @@ RIVALS = ("auto, safe", "fp16_compress_hook", "Cast16", "policy all, safe", "pol
 
 @pytest.mark.parametrize(
     "command",
-    ["overlap", "steps", "link_faults", "links", "auto", "drift", "predictions", "sharded", "trains"],
+    ["steps", "link_faults", "links", "auto", "drift", "predictions", "sharded", "trains"],
 )
 def test_commands_say_why_and_end(monkeypatch, capsys, command):
     module = importlib.import_module(f"bench.sync.{command}")
@@ -37,8 +37,7 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
 @pytest.mark.parametrize(
     ("command", "options", "arms", "ranks"),
     [
-        ("overlap", ["--compressors", "EFSignSGD", "--programs", "allgather", "--numel", "1Mi"], 10, "world_size"),
-        ("steps", ["--models", "transformer_1m", "--arms", "EFSignSGD", "--rates", "1gbit", "--where"], 2, "network"),
+        ("steps", ["--models", "transformer_1m", "--arms", "EFSignSGD", "--rates", "1gbit"], 2, "network"),
         ("link_faults", ["--faults", "pause", "--rate", "1gbit", "--arms", "EFSignSGD"], 1, "world_size"),
         ("auto", ["--models", "digits", "--rates", "1gbit", "--at-once", "3", "--arms", *RIVALS], 7, "network"),
         ("drift", ["--models", "digits", "--changes", "throttle", "--before", "5", "--steps", "40"], 3, "network"),
