@@ -132,7 +132,6 @@ bench-kernels: $(INSTALLED) ## the compressors alone: bandwidths of encoding and
 .PHONY: bench-planner
 bench-planner: $(INSTALLED) ## selection times and predicted steps of all policies on published traces; minutes
 	$(VENV_PYTHON) -m bench.planner.published
-	$(VENV_PYTHON) -m bench.planner.possible
 
 .PHONY: bench-links
 bench-links: $(INSTALLED) ## exchanges and training steps on throttled links, 10 minutes; needs root; RANKS=4

@@ -6,10 +6,8 @@
 A cell is a machine, a trace and a compressor that every tensor may use, with stages on device and host. Every policy
 gets a problem of its own, so no policy finds what another one has priced. ``select_ms`` is the processor's time of a
 policy, ``step_ms`` the predicted step on the timeline. The step of ``bound`` is that on a machine whose codecs take no
-time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. ``over_least`` is the ratio to a time
-that no plan can be below, with codecs at their price (:mod:`bench.planner.least_steps`). All plans are too many to try
-for whole models. So each cell is there a second time with the first two launches of the model alone, with stages on the
-device.
+time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. All plans are too many to try for whole
+models. So each cell is there a second time with the first two launches of the model alone, with stages on the device.
 
 Machines are described, not measured: compare policies, not milliseconds.
 """
@@ -27,7 +25,6 @@ import torch
 import gckernels
 from bench.lib.program import program_parser
 from bench.lib.record import csv_path, merge_csv, read_csv
-from bench.planner.least_steps import least_step_s
 from gckernels.planner.auto import free_problem
 from gckernels.planner.choice import POLICIES
 from gckernels.planner.drafts.drafts import usual_launches
@@ -106,14 +103,12 @@ def cell(machine: str, name: str, compressor: str, policies: Sequence[str]) -> l
     trace, rows = ModelTrace.load(name), []
     for whole in (True, False):
         POLICIES["none"](problem_of(machine, trace, compressor, whole))  # programs are enumerated once in a process
-        least_s = least_step_s(problem_of(machine, trace, compressor, whole))
         for policy in policies:
             found = measured(problem_of(machine, trace, compressor, whole), policy)
             if found is not None:
                 shown = trace.model + ("" if whole else FIRST)
                 key = {"machine": machine, "trace": shown, "compressor": compressor, "policy": policy}
-                over_least = f"{float(found['step_ms']) / (least_s * 1e3):.4f}"
-                rows.append(key | {"tensors": len(trace.tensors)} | found | {"over_least": over_least})
+                rows.append(key | {"tensors": len(trace.tensors)} | found)
                 print(*rows[-1].values(), sep="  ", flush=True)
     return rows
 
