@@ -7,7 +7,6 @@ them.
 from __future__ import annotations
 
 import argparse
-import datetime
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +85,6 @@ class Arm:
             " through " and a name of ``sync.programs.PROGRAMS`` if the program is not the default one; plain DDP; one
             of :data:`HOOKS`; or :data:`SILENT`, whose steps take what DDP itself takes.
         setting: the model, inputs and answers of every step, and the machines.
-        timeout: timeout of its process group; the default is that of torch.
 
     Attributes:
         model: the DDP model.
@@ -94,16 +92,11 @@ class Arm:
         attach_s: seconds that attaching took.
     """
 
-    def __init__(
-        self,
-        spec: str | sync.Plan | sync.Auto,
-        setting: Setting,
-        timeout: datetime.timedelta | None = None,
-    ) -> None:
+    def __init__(self, spec: str | sync.Plan | sync.Auto, setting: Setting) -> None:
         workload = setting.workload
         # PyTorch's PowerSGD starts collectives in callbacks of futures: with two buckets or more, Gloo hangs
         cap_mb = ONE_BUCKET_MB if spec == POWERSGD_HOOK else workload.bucket_cap_mb
-        self._group = dist.new_group(timeout=timeout)
+        self._group = dist.new_group()
         self.model = DistributedDataParallel(workload.model(), process_group=self._group, bucket_cap_mb=cap_mb)
         self.attachment: sync.Attachment | None = None
         self._loss, self._batch = workload.loss, setting.batch

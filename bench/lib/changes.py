@@ -52,18 +52,12 @@ def change(action: str, *arguments: int | str) -> None:
         raise RuntimeError(f"{action} {' '.join(map(str, arguments))}: {problem}")
 
 
-def change_for_all(action: str, *arguments: int | str) -> None:
-    """Change a link before any rank goes on; collective."""
-    if dist.get_rank() == 0:
-        change(action, *arguments)
-    gather(None)
-
-
 def cut_for(seconds: float, place: str | int) -> None:
     """Cut a link before any rank goes on, and restore it some seconds later; collective."""
-    change_for_all("cut", place)
     if dist.get_rank() == 0:
+        change("cut", place)
         threading.Timer(seconds, change, ("restore", place)).start()
+    gather(None)
 
 
 def throttle(network: Network, rate: str) -> None:

@@ -1,7 +1,4 @@
-"""Markdown tables of training steps, and of exchanges that follow each other.
-
-Steps are fractions of plain DDP's, and stand over their bounds and while a link fails.
-"""
+"""Markdown tables of training steps, as fractions of plain DDP's and over their bounds, and of exchanges in trains."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from pathlib import Path
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown
 
-PATH, FAULTS_PATH = RESULTS / "cpu" / "steps.csv", RESULTS / "cpu" / "link_faults.csv"
-TRAINS_PATH = RESULTS / "cpu" / "trains.csv"
+PATH, TRAINS_PATH = RESULTS / "cpu" / "steps.csv", RESULTS / "cpu" / "trains.csv"
 PLAIN, AGAIN = "plain", "plain again"
 MODEL = "transformer_10m"  # in the README
 README_ARMS = (PLAIN, "fp16_compress_hook", "powerSGD_hook(rank=4)", "BlockQuant(bits=4)")
@@ -65,9 +61,9 @@ def readme_table(path: Path = PATH) -> str:
     return _table([row for row in rows if row["rate"] in README_RATES and row["arm"] in README_ARMS], _ratio)
 
 
-def all_tables(path: Path = PATH, faults_path: Path = FAULTS_PATH) -> list[str]:
+def all_tables(path: Path = PATH) -> list[str]:
     """Paragraphs and tables: for every model and network the steps as fractions of plain DDP's with quartiles, and over
-    their bounds; and steps while a link fails."""
+    their bounds."""
     rows, parts = read_csv(path), []
     for model, network in sorted({(row["model"], row["network"]) for row in rows}):
         cells = [row for row in rows if (row["model"], row["network"]) == (model, network)]
@@ -75,30 +71,7 @@ def all_tables(path: Path = PATH, faults_path: Path = FAULTS_PATH) -> list[str]:
         parts.append(_table(cells, _ratio_with_quartiles))
         parts.append("The same steps over their bounds:")
         parts.append(_table(cells, lambda row: f"{float(row['step_over_bound']):.2f}"))
-    parts.append(
-        "**A link that fails** (`python -m bench.sync.link_faults`, `link_faults.csv`), the smaller transformer:"
-    )
-    return [*parts, faults_table(faults_path)]
-
-
-def faults_table(path: Path = FAULTS_PATH) -> str:
-    """A line for each arm and number of ranks: the steps before, during and after each fault of a link."""
-    rows = read_csv(path)
-    keys = sorted(
-        {(int(row["world_size"]), row["arm"]) for row in rows}, key=lambda key: (key[0], _place(key[1]), key[1])
-    )
-    head = ["", "ranks", "step", "cut for 5 s", "after it", "cut for good", "a tenth of the rate", "its bound"]
-    lines = []
-    for ranks, arm in keys:
-        found = {row["fault"]: row for row in rows if (int(row["world_size"]), row["arm"]) == (ranks, arm)}
-        before = next(iter(found.values()))["before_s"]
-        pause, cut, slow = (found.get(fault, {}) for fault in ("pause", "cut", "slow"))
-        raised = f"{cut['raised']} ranks raise after {float(cut['fault_s']):.1f} s" if cut else ""
-        times = [pause.get("fault_s"), pause.get("after_s"), None, slow.get("after_s"), slow.get("expected_s")]
-        cells = [arm_name(arm), str(ranks), *("" if each is None else short_time(each) for each in [before, *times])]
-        cells[5] = raised
-        lines.append(dict(zip(head, cells, strict=True)))
-    return markdown(lines, head)
+    return parts
 
 
 def trains_table(path: Path = TRAINS_PATH) -> str:

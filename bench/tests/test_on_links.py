@@ -21,7 +21,7 @@ RIVALS = ("auto, safe", "fp16_compress_hook", "Cast16", "policy all, safe", "pol
 
 @pytest.mark.parametrize(
     "command",
-    ["steps", "link_faults", "links", "auto", "drift", "predictions", "sharded", "trains"],
+    ["steps", "links", "auto", "drift", "predictions", "sharded", "trains"],
 )
 def test_commands_say_why_and_end(monkeypatch, capsys, command):
     module = importlib.import_module(f"bench.sync.{command}")
@@ -38,7 +38,6 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
     ("command", "options", "arms", "ranks"),
     [
         ("steps", ["--models", "transformer_1m", "--arms", "EFSignSGD", "--rates", "1gbit"], 2, "network"),
-        ("link_faults", ["--faults", "pause", "--rate", "1gbit", "--arms", "EFSignSGD"], 1, "world_size"),
         ("auto", ["--models", "digits", "--rates", "1gbit", "--at-once", "3", "--arms", *RIVALS], 7, "network"),
         ("drift", ["--models", "digits", "--changes", "throttle", "--before", "5", "--steps", "40"], 3, "network"),
         ("links", ["--rates", "1gbit", "--delays", "1ms"], 1, None),
@@ -68,5 +67,3 @@ def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms, ra
     if command == "links":
         assert float(rows[0]["round_trip_us"]) > 2000 and 0 < float(rows[0]["goodput_mbit_per_s"]) < 1000
         assert 0 < float(rows[0]["switch_cores"]) < 1
-    if command == "link_faults":
-        assert [row["equal"] for row in rows] == ["True"] and float(rows[0]["fault_s"]) >= 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.lib.step_tables import all_tables, faults_table, readme_table
+from bench.lib.step_tables import all_tables, readme_table
 
 ARMS = {"plain": 4000, "plain again": 4000, "fp16_compress_hook": 2000, "Cast16": 2010, "EFSignSGD": 160}
 
@@ -32,7 +32,7 @@ def test_the_table_for_the_readme(path):
 
 
 def test_all_tables(path):
-    text = "\n\n".join(all_tables(path, path.with_name("none.csv")))
+    text = "\n\n".join(all_tables(path))
     assert "**transformer, 10.0 million parameters, 2 machines of 2 ranks**" in text
     assert text.count("| `EFSignSGD` | 160 | 0.040 (0.036-0.044) | 0.040 (0.036-0.044) | 0.040 (0.036-0.044) |") == 2
     assert text.count("| `EFSignSGD` | 160 | 1.25 | 1.25 | 1.25 |") == 2
@@ -47,16 +47,3 @@ def test_the_picture_is_drawn(path):
     assert 0 < picture.stat().st_size < 150_000
     with pytest.raises(SystemExit, match="no rows of mlp"):
         draw_speedup(path, "mlp")
-
-
-def test_the_table_of_faults(path_of):
-    row = {"world_size": "2", "arm": "EFSignSGD", "before_s": "0.05", "after_s": "", "expected_s": "", "raised": ""}
-    rows = [
-        row | {"fault": "pause", "fault_s": "6.5", "after_s": "0.04"},
-        row | {"fault": "cut", "fault_s": "20.04", "raised": "2"},
-        row | {"fault": "slow", "fault_s": "", "after_s": "0.21", "expected_s": "0.18", "arm": "plain"},
-    ]
-    assert faults_table(path_of(rows)).splitlines()[2:] == [
-        "| plain DDP | 2 | 50 ms |  |  |  | 210 ms | 180 ms |",
-        "| `EFSignSGD` | 2 | 50 ms | 6.50 s | 40 ms | 2 ranks raise after 20.0 s |  |  |",
-    ]
