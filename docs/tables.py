@@ -14,7 +14,6 @@ from pathlib import Path
 import gckernels
 from bench.lib import (
     auto_tables,
-    feedback_tables,
     kernel_tables,
     prediction_tables,
     sharded_tables,
@@ -150,9 +149,6 @@ def pages() -> dict[Path, str]:
             *(updates_tables.accuracy_table(400, 3e-3, each) for each in (0.95, 0.999)),
             updates_tables.best_table(),
             updates_tables.steps_table(),
-        ),
-        FOLDER / "howto" / "residual_memory.md": _with_part(
-            FOLDER / "howto" / "residual_memory.md", feedback_tables.times_table(), feedback_tables.accuracy_table()
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }

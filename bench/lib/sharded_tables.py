@@ -10,16 +10,17 @@ from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
 from bench.lib.step_tables import bits_per_s, network_name, rate_name
 
-STEPS, TRAINING, PREDICTIONS = (
+ON_LINKS, TRAINING, PREDICTIONS = (
     RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training", "sharded_predictions")
 )
+STEPS = 400  # of a training
 NATIVE, AGAIN = "native", "native again"
 WEIGHTS, EIGHT_BITS = ", weights ", ", residuals in 8 bits"
 FLAT, LEVELS = ", shards over all ranks", ", added up inside machines"
 """The parts of an arm behind its plan."""
 
 
-def steps_table(path: Path = STEPS) -> str:
+def steps_table(path: Path = ON_LINKS) -> str:
     """A row for every arm, with the time of its step relative to that of FSDP's own collectives on each link."""
     rows = [row for row in read_csv(path) if row["arm"] not in (NATIVE, AGAIN)]
     return _by_link(rows, lambda row: row["ratio_to_native"])
@@ -43,11 +44,12 @@ def _error(error: str) -> str:
     return f"{float(error):+.0%}".replace("%", " %") if error else "no price"
 
 
-def accuracy_table(path: Path = TRAINING) -> str:
-    """A row for every arm, with the differences of its bits per byte after training to FSDP's own collectives."""
+def accuracy_table(steps: int = STEPS, path: Path = TRAINING) -> str:
+    """A row for every arm, with the differences of its bits per byte after so many steps to FSDP's own collectives."""
     bits: dict[str, dict[int, float]] = {}
     for row in read_csv(path):
-        bits.setdefault(row["arm"], {})[int(row["seed"])] = float(row["bits_per_byte"])
+        if int(row["steps"]) == steps:
+            bits.setdefault(row["arm"], {})[int(row["seed"])] = float(row["bits_per_byte"])
     table = []
     for arm, found in sorted(bits.items()):
         if arm != NATIVE:

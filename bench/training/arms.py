@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
 from bench.lib.program import launch_ranks, program_parser
-from bench.lib.record import csv_path, merge_csv, read_csv
+from bench.lib.record import merge_csv
 from bench.lib.rounds import CPU
 from examples import common
 
@@ -62,19 +62,3 @@ def run(
                 print(f"seed {seed}, {arm}: {metric} {row[metric]}", flush=True)
     dist.destroy_process_group()
     return 0
-
-
-def measured(
-    args: argparse.Namespace, name: str, arms: Sequence[str], native: str
-) -> Iterator[tuple[str, list[float], list[float], dict[str, str]]]:
-    """The results of a benchmark's arms.
-
-    Yields:
-        The arm, bits per byte of each seed, their differences to ``native``, and the row of the first seed.
-    """
-    rows = read_csv(csv_path(name, CPU))
-    found = {(row["arm"], int(row["seed"])): row for row in rows if int(row["steps"]) == args.steps}
-    for arm in arms:
-        bits, own = ([float(found[each, seed]["bits_per_byte"]) for seed in args.seeds] for each in (arm, native))
-        differences = [one - other for one, other in zip(bits, own, strict=True)]
-        yield arm, bits, differences, found[arm, args.seeds[0]]

@@ -7,26 +7,23 @@ The byte transformer of ``examples/bytes_lm.py`` is trained with AdamW, once for
 collectives; and with a compressor attached, another one for the parameters behind ``, weights``, and residuals in 8
 bits in arms that end with ``, residuals in 8 bits``. Rows of
 ``bench/results/cpu/sharded_training.csv`` have bits per byte after all steps, with the same parameters and data in all
-arms of a seed, and the bytes that a rank sends in a step. The final table has the mean difference to FSDP's own
+arms of a seed, and the bytes that a rank sends in a step. The final table has the differences to FSDP's own
 collectives.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import statistics
 import sys
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.lib.rounds import CPU, markdown_of_cells
-from bench.lib.sharded_tables import EIGHT_BITS, NATIVE, WEIGHTS
-from bench.training.arms import Row, measured, parser_of, run
+from bench.lib.rounds import CPU
+from bench.lib.sharded_tables import EIGHT_BITS, NATIVE, STEPS, WEIGHTS, accuracy_table
+from bench.training.arms import Row, parser_of, run
 from examples import bytes_lm, common
 from gckernels import sync
 
@@ -38,7 +35,7 @@ ARMS = (
     "BlockQuant(bits=4), weights BlockQuant",
     "BlockQuant(bits=4), weights BlockQuant(bits=4)",
 )
-RANKS, STEPS, SEEDS = 2, 400, tuple(range(6))
+RANKS, SEEDS = 2, tuple(range(6))
 
 
 def train_once(arm: str, seed: int, steps: int) -> Row:
@@ -67,20 +64,11 @@ def train_once(arm: str, seed: int, steps: int) -> Row:
     return row | {"sent_nbytes": stats.get("sent_nbytes", ""), "gathered_nbytes": gathered}
 
 
-def show(args: argparse.Namespace, arms: Sequence[str]) -> None:
-    """Print the mean differences to FSDP's own collectives."""
-    table = []
-    for arm, bits, differences, _ in measured(args, NAME, arms, NATIVE):
-        worst = max(differences, key=abs)
-        table.append((arm, f"{statistics.fmean(bits):.4f}", f"{statistics.fmean(differences):+.4f}", f"{worst:+.4f}"))
-    print(markdown_of_cells(("arm", "bits per byte", "mean difference", "largest"), table))
-
-
 def main() -> int:
     args = parser_of(__doc__, ARMS, SEEDS, STEPS, "arms beside FSDP's own").parse_args()
     arms = [NATIVE, *args.arms]
     train = functools.partial(train_once, steps=args.steps)
-    return run(args, NAME, KEY, arms, RANKS, train, lambda: show(args, arms))
+    return run(args, NAME, KEY, arms, RANKS, train, lambda: print(accuracy_table(args.steps)))
 
 
 if __name__ == "__main__":
