@@ -1,4 +1,4 @@
-"""The process that has created the links, at the service of its ranks: it changes links, and carries messages.
+"""The process that has created the links, at the service of its ranks: it changes links.
 
 The ranks reach it through a socket in the file system, which no fault of a link disturbs.
 """
@@ -9,8 +9,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Client, Connection, Listener
-from typing import Any
+from multiprocessing.connection import Client, Listener
 
 import torch.distributed as dist
 
@@ -18,7 +17,6 @@ from gckernels.sync.lab import UNTHROTTLED, Links, Network
 
 ADDRESS = "BENCH_CHANGES"  # environment variable with the path of the socket
 ACTIONS = ("cut", "restore", "throttle")
-GATHER, SWITCH = "gather", "switch"
 
 
 @contextlib.contextmanager
@@ -37,27 +35,33 @@ def served(made: Links) -> Iterator[None]:
             del os.environ[ADDRESS]
 
 
-def change(action: str, *arguments: int | str) -> None:
+def change(action: str, place: str | int, *arguments: str) -> None:
     """Change a link, and return when that has been done.
 
     Args:
         action: one of :data:`ACTIONS`, which are methods of :class:`~gckernels.sync.lab.LabLink`.
-        arguments: the rank or machine whose link it is, and the arguments of that method.
+        place: the rank or machine whose link it is.
+        arguments: the arguments of that method.
 
     Raises:
         RuntimeError: the link cannot be changed; with the reason.
     """
-    problem = _ask(action, arguments)
+    with Client(os.environ[ADDRESS]) as connection:
+        connection.send((action, place, arguments))
+        problem = connection.recv()
     if problem is not None:
-        raise RuntimeError(f"{action} {' '.join(map(str, arguments))}: {problem}")
+        raise RuntimeError(f"{' '.join(map(str, (action, place, *arguments)))}: {problem}")
 
 
 def cut_for(seconds: float, place: str | int) -> None:
-    """Cut a link before any rank goes on, and restore it some seconds later; collective."""
+    """Cut a link, and restore it some seconds later; collective.
+
+    Other ranks may go on before that, as far as they need nothing of rank 0.
+    """
+    dist.barrier()
     if dist.get_rank() == 0:
         change("cut", place)
         threading.Timer(seconds, change, ("restore", place)).start()
-    gather(None)
 
 
 def throttle(network: Network, rate: str) -> None:
@@ -69,53 +73,21 @@ def throttle(network: Network, rate: str) -> None:
     dist.barrier()
 
 
-def switch_pid() -> int | None:
-    """The id of the process that delays packets; ``None`` if nothing is delayed."""
-    pid: int | None = _ask(SWITCH, None)
-    return pid
-
-
-def gather(value: Any) -> list[Any]:
-    """The values of all ranks, in no particular order; every rank calls it."""
-    found: list[Any] = _ask(GATHER, value)
-    return found
-
-
-def _ask(what: str, value: Any) -> Any:
-    with Client(os.environ[ADDRESS]) as connection:
-        connection.send((what, value))
-        return connection.recv()
-
-
 def _serve(listener: Listener, made: Links) -> None:
-    waiting: list[tuple[Connection, Any]] = []  # ranks whose values are there
     while True:
-        connection = listener.accept()
-        asked = connection.recv()
-        if asked is None:
-            connection.close()
-            return
-        what, value = asked
-        if what != GATHER:
-            with connection:
-                connection.send(made.switch_pid if what == SWITCH else _changed(made, what, value))
-            continue
-        waiting.append((connection, value))
-        if len(waiting) == made.network.ranks:
-            values = [each for _, each in waiting]
-            for each, _ in waiting:
-                with each:
-                    each.send(values)
-            waiting.clear()
+        with listener.accept() as connection:
+            asked = connection.recv()
+            if asked is None:
+                return
+            connection.send(_changed(made, *asked))
 
 
-def _changed(made: Links, action: str, arguments: tuple[int | str, ...]) -> str | None:
+def _changed(made: Links, action: str, place: str | int, arguments: tuple[str, ...]) -> str | None:
     """Change a link; returns why that is not possible, or ``None``."""
     if action not in ACTIONS:
         return "there is no such change"
-    place, *rest = arguments
     try:
-        getattr(made[place], action)(*rest)
+        getattr(made[place], action)(*arguments)
     except Exception as error:  # the rank that has asked gets it
         return str(error)
     return None
