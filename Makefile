@@ -134,8 +134,7 @@ bench-planner: $(INSTALLED) ## selection times and predicted steps of all polici
 	$(VENV_PYTHON) -m bench.planner.published
 
 .PHONY: bench-links
-bench-links: $(INSTALLED) ## exchanges and training steps on throttled links, 10 minutes; needs root; RANKS=4
-	$(VENV_PYTHON) -m bench.sync.trains --world-sizes $(or $(RANKS),2) --nbytes 256Ki 1Mi
+bench-links: $(INSTALLED) ## training steps on throttled links, minutes; needs root; RANKS=4
 	$(VENV_PYTHON) -m bench.sync.steps --networks $(or $(RANKS),2) --models transformer_10m --rates 200mbit 1gbit none --budget-s 60
 
 .PHONY: bench-auto

@@ -121,9 +121,7 @@ def pages() -> dict[Path, str]:
             training_tables.accuracy_table(trained, training_tables.FEW),
             kernel_tables.compressors_table(kernel_tables.FEW),
         ),
-        measured / "steps.md": _with_part(
-            measured / "steps.md", "\n\n".join(step_tables.all_tables()), step_tables.trains_table()
-        ),
+        measured / "steps.md": _with_part(measured / "steps.md", "\n\n".join(step_tables.all_tables())),
         measured / "auto.md": _with_part(
             measured / "auto.md", auto_tables.steps_table(), auto_tables.race_table(), auto_tables.choices_table()
         ),

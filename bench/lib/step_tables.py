@@ -1,4 +1,4 @@
-"""Markdown tables of training steps, as fractions of plain DDP's and over their bounds, and of exchanges in trains."""
+"""Markdown tables of training steps, as fractions of plain DDP's and over their bounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown
 
-PATH, TRAINS_PATH = RESULTS / "cpu" / "steps.csv", RESULTS / "cpu" / "trains.csv"
+PATH = RESULTS / "cpu" / "steps.csv"
 PLAIN, AGAIN = "plain", "plain again"
 MODEL = "transformer_10m"  # in the README
 README_ARMS = (PLAIN, "fp16_compress_hook", "powerSGD_hook(rank=4)", "BlockQuant(bits=4)")
@@ -72,23 +72,6 @@ def all_tables(path: Path = PATH) -> list[str]:
         parts.append("The same steps over their bounds:")
         parts.append(_table(cells, lambda row: f"{float(row['step_over_bound']):.2f}"))
     return parts
-
-
-def trains_table(path: Path = TRAINS_PATH) -> str:
-    """A line for each exchange, size and rate: trains over the time of their bytes, Gloo's and the package's."""
-    found: dict[tuple[str, int, str], dict[tuple[str, str], float]] = {}
-    for row in read_csv(path):
-        if row["rate"] != "none":
-            key = (row["rate"], int(row["nbytes"]), row["collective"])
-            found.setdefault(key, {})[row["world_size"], row["arm"]] = float(row["train_over_wire"])
-    lines = []
-    for rate, nbytes, collective in sorted(found, key=lambda key: (bits_per_s(key[0]), *key[1:])):
-        ratios = found[rate, nbytes, collective]
-        line = {"": f"{collective}, {nbytes // 1024} KiB, {rate_name(rate)}"}
-        for ranks in sorted({ranks for ranks, _ in ratios}, key=int):
-            line[f"{ranks} ranks"] = f"{ratios[ranks, 'Gloo']:.2f} / {ratios[ranks, 'chosen']:.2f}"
-        lines.append(line)
-    return markdown(lines, list(lines[0]))
 
 
 def _table(rows: Sequence[StepRow], cell: Callable[[StepRow], str]) -> str:

@@ -1,1 +1,1 @@
-"""Benchmarks of synchronisation: the hook, whole steps, exchanges, building messages."""
+"""Benchmarks of synchronisation: the hook, whole steps, building messages."""

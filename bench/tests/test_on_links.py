@@ -21,7 +21,7 @@ RIVALS = ("auto, safe", "fp16_compress_hook", "Cast16", "policy all, safe", "pol
 
 @pytest.mark.parametrize(
     "command",
-    ["steps", "auto", "drift", "predictions", "sharded", "trains"],
+    ["steps", "auto", "drift", "predictions", "sharded"],
 )
 def test_commands_say_why_and_end(monkeypatch, capsys, command):
     module = importlib.import_module(f"bench.sync.{command}")

@@ -1,10 +1,9 @@
-"""Tests of the tables of results: accuracies, times, predictions, kernels, trains and averages of updates."""
+"""Tests of the tables of results: accuracies, times, predictions, kernels and averages of updates."""
 
 from __future__ import annotations
 
 from bench.lib.kernel_tables import compressors_table
 from bench.lib.prediction_tables import NAMES, predictions_table
-from bench.lib.step_tables import trains_table
 from bench.lib.training_tables import accuracy_table, late_table
 from bench.lib.updates_tables import accuracy_table as updates_table
 from bench.lib.updates_tables import best_table, times_table
@@ -84,21 +83,6 @@ def test_bandwidths(path_of):
     path = path_of([row | {"factor_over_eager": "7.4"} for row in rows])
     cells = " | ".join(["12.3 GB/s, 57 %"] * 4)
     assert compressors_table(["TopK"], path).splitlines()[2:] == [f"| `TopK` | {cells} | 7 | 7 |"]
-
-
-def test_trains(path_of):
-    rows = [
-        {"rate": rate, "nbytes": 2**18, "collective": "hop", "world_size": ranks, "arm": arm, "train_over_wire": over}
-        for rate in ("none", "1gbit", "100mbit")
-        for ranks in ("8", "2")
-        for arm, over in (("Gloo", "1.5"), ("chosen", "1.03"))
-    ]
-    assert trains_table(path_of(rows)).splitlines() == [
-        "|  | 2 ranks | 8 ranks |",
-        "| --- | --- | --- |",
-        "| hop, 256 KiB, 100 Mbit/s | 1.50 / 1.03 | 1.50 / 1.03 |",
-        "| hop, 256 KiB, 1 Gbit/s | 1.50 / 1.03 | 1.50 / 1.03 |",
-    ]
 
 
 def test_differences_of_updates_are_those_of_the_same_seeds(path_of):

@@ -10,7 +10,7 @@ An exchange posts all receives before it sends anything, so that no sender waits
   sender, and rows take up to ``ranks - 1`` hops. It is for all-gathers.
 
 :func:`bind_all_gather` chooses by the number of ranks and the bytes of a row. The rule comes from measurements on links
-from 100 Mbit/s to loopback (``bench/sync/trains.py``).
+from 100 Mbit/s to loopback (``docs/decisions/0010-one-rule-for-exchanges.md``).
 
 An exchange is issued in one call and waited for in another, so the next one of the same link can be on its way when an
 exchange ends. Two may be: :data:`~gckernels.sync.programs.lanes.IN_FLIGHT`.
