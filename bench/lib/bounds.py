@@ -75,8 +75,8 @@ def encode_first_and_decode_last_s(traced: Iterable[Sequence[Slice]]) -> tuple[f
     """Seconds of computing before the first collective of the first message, and after the last one of the last.
 
     Args:
-        traced: the slices of a step on a rank, of several ranks and steps. Those without a collective do not count; the
-            others are represented by their medians.
+        traced: the slices of a step on a rank, of several ranks and steps. The result has medians over all that have a
+            collective.
     """
     found = [_first_and_last(slices) for slices in traced if any(each.communicates for each in slices)]
     if not found:

@@ -13,7 +13,7 @@ from bench.lib.step_tables import bits_per_s, network_name, rate_name
 ON_LINKS, TRAINING, PREDICTIONS = (
     RESULTS / "cpu" / f"{name}.csv" for name in ("sharded", "sharded_training", "sharded_predictions")
 )
-STEPS = 400  # of a training
+STEPS = 400  # a training has as many
 NATIVE, AGAIN = "native", "native again"
 WEIGHTS, EIGHT_BITS = ", weights ", ", residuals in 8 bits"
 FLAT, LEVELS = ", shards over all ranks", ", added up inside machines"
@@ -45,7 +45,7 @@ def _error(error: str) -> str:
 
 
 def accuracy_table(steps: int = STEPS, path: Path = TRAINING) -> str:
-    """A row for every arm, with the differences of its bits per byte after so many steps to FSDP's own collectives."""
+    """A row for every arm, with the differences of its bits per byte after training to FSDP's own collectives."""
     bits: dict[str, dict[int, float]] = {}
     for row in read_csv(path):
         if int(row["steps"]) == steps:

@@ -1,13 +1,14 @@
 """Tests of the compressors' benchmark: the bytes it counts, how its rows replace older ones, and that it runs."""
 
-import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from bench_runs import rows_of
+from processes import output_of
 
 BENCH = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -93,31 +94,15 @@ def test_sizes_are_read_as_they_are_written(bench, text, numel):
 
 def test_the_gpu_path_imports_neither_pytest_nor_matplotlib():
     banned = "sys.modules |= dict.fromkeys(('pytest', 'matplotlib'))"
-    run_python(f"import sys; {banned}; import bench.kernels.microbench")
+    output_of("-c", f"import sys; {banned}; import bench.kernels.microbench")
 
 
 @pytest.mark.slow
-def test_the_host_is_measured(tmp_path):
-    results = tmp_path / "cpu" / "microbench.csv"
+def test_the_host_is_measured(out):
     arguments = ["--compressors", "EFSignSGD(block=128)", "--sizes", "1Ki"]
-    run_python(
-        "import pathlib, sys; "
-        "from bench.kernels import host_kernels, microbench; from bench.lib import record; "
-        "record.RESULTS = pathlib.Path(sys.argv[1]); "
-        "host_kernels.CASE_S = 0; "  # the fewest rounds
-        f"assert microbench.main({arguments}) == 0",
-        str(tmp_path),
-    )
-    with results.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    few_rounds = "from bench.kernels import host_kernels, microbench; host_kernels.CASE_S = 0"
+    output_of("-c", f"{few_rounds}; assert microbench.main({arguments}) == 0", interprets=True, OMP_NUM_THREADS="1")
+    rows = rows_of(out / "microbench.csv")
     measured = {(row["direction"], row["sources"]) for row in rows}
     assert measured == {("copy", "1"), ("encode", "1"), ("decode", "1"), ("decode", "4")}
     assert all(float(row["percent_of_copy"]) > 0 and float(row["host_us_per_call"]) > 0 for row in rows)
-
-
-def run_python(code: str, *arguments: str) -> None:
-    """Run ``code`` in a new process, with the root on the path, one thread, and without the options of this pytest."""
-    paths = os.pathsep.join([str(BENCH.parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}  # such as xdist's
-    subprocess.run([sys.executable, "-c", code, *arguments], env=environment, check=True, timeout=200)

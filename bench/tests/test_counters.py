@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from bench.gpu import counters
 from bench.lib.budget import Budget
-from bench.lib.record import read_csv
+from bench_runs import rows_of
 
 FINDINGS = """cat <<END
 ==PROF== Profiling "_encode_kernel"
@@ -18,26 +16,12 @@ FINDINGS = """cat <<END
 END"""
 
 
-@pytest.fixture
-def ncu(monkeypatch, tmp_path):
-    """A function that puts a shell script in the place of ``ncu``."""
-
-    def make(script: str) -> None:
-        path = tmp_path / "ncu"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-
-    monkeypatch.setenv("BENCH_OUT", str(tmp_path / "out"))
-    return make
-
-
-def test_findings(ncu, tmp_path):
-    ncu(FINDINGS)
+def test_findings(tool, out):
+    tool("ncu", FINDINGS)
     result = counters.profile(Budget(20))
     assert result.ok and result.lines[0] == "1 launches profiled"
     assert result.lines[2].split()[:3] == ["_encode_kernel", "17.5", "?"]
-    assert [row["Kernel Name"] for row in read_csv(tmp_path / "out" / "profile.csv")] == ["", "_encode_kernel"]
+    assert [row["Kernel Name"] for row in rows_of(out / "profile.csv")] == ["", "_encode_kernel"]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +31,8 @@ def test_findings(ncu, tmp_path):
         ("exec sleep 60", False, "out of time: name fewer compressors in BENCH_PROFILED"),
     ],
 )
-def test_without_findings(ncu, script, ok, line):
-    ncu(script)
+def test_without_findings(tool, script, ok, line):
+    tool("ncu", script)
     result = counters.profile(Budget(1))
     assert (result.ok, result.lines[0]) == (ok, line)
 

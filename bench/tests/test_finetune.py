@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from network_namespaces import need_links
-
-ROOT = Path(__file__).parents[2]
+from processes import output_of
 
 
 def test_the_trainer_sends_less_over_a_link(tmp_path):
@@ -20,12 +15,9 @@ def test_the_trainer_sends_less_over_a_link(tmp_path):
     need_links()
     path = tmp_path / "records.json"
     options = ("--steps", "6", "--plan", "BlockQuant(bits=4)", "--json", str(path))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "examples.finetune", *options]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    printed = output_of("-m", "examples.finetune", *options, interprets=True, timeout_s=280)
     before, after = json.loads(path.read_text())
     # the parameters of rank 0 and an exact first step are sent in both
     assert after["sent_nbytes_per_step"] < 0.6 * before["sent_nbytes_per_step"]
     assert after["loss"] == pytest.approx(before["loss"], rel=0.05)
-    assert "(1.0 times as fast)" in done.stdout and "Trainer with Compression('BlockQuant(bits=4)')" in done.stdout
+    assert "(1.0 times as fast)" in printed and "Trainer with Compression('BlockQuant(bits=4)')" in printed

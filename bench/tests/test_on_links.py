@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import os
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from bench_runs import rows_of
 from gckernels.sync import lab
 from network_namespaces import need_links
+from processes import output_of
 
-ROOT = Path(__file__).parents[2]
 RIVALS = ("auto, safe", "fp16_compress_hook", "Cast16", "policy all, safe", "policy espresso, safe")
 
 
@@ -43,14 +41,11 @@ def test_commands_say_why_and_end(monkeypatch, capsys, command):
         ("sharded", ["--rates", "1gbit", "--arms", "BlockQuant(bits=4), weights BlockQuant", "auto"], 3),
     ],
 )
-def test_measurements_on_links(monkeypatch, tmp_path, command, options, arms):
+def test_measurements_on_links(out, command, options, arms):
     need_links()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("BENCH_OUT", str(tmp_path))
-    subprocess.run([sys.executable, "-m", f"bench.sync.{command}", "--rounds", "2", *options], check=True, cwd=ROOT)
-    (path,) = tmp_path.glob("*.csv")
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    output_of("-m", f"bench.sync.{command}", "--rounds", "2", *options)
+    (path,) = out.glob("*.csv")
+    rows = rows_of(path)
     assert len(rows) == arms and {row["rate"] for row in rows} == {"1gbit"}
     assert {row["network"] for row in rows} == {"2"}
     if command == "steps":  # headers, and nothing sent twice; no link is faster than its rate
