@@ -114,10 +114,9 @@ dist: $(INSTALLED) ## build both distributions into build/dist, and try the whee
 	cd build && dist-env/bin/python -c "import torch, gckernels; grad = torch.randn(1000); \
 	payload = gckernels.encode(gckernels.Cast16(), grad); print('gckernels', gckernels.__version__, payload.numel(), 'bytes')"
 
-bench: bench-kernels ## measure compressors, launches, the hook, the engine on the CPU
+bench: bench-kernels ## measure compressors, launches and the hook on the CPU
 	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m bench.sync.hook_overhead
 	$(VENV_PYTHON) -m bench.sync.build_time
-	$(VENV_PYTHON) -m bench.sync.stage_cost
 	$(VENV_PYTHON) -m bench.kernels.launch_cost
 
 kernel-report: $(INSTALLED) ## registers, instructions, busy pipes, ... of every kernel; UPDATE=1 keeps them

@@ -98,9 +98,10 @@ def steps_table(path: Path = STEPS) -> str:
 
 
 def times_table(rows: Iterable[Mapping[str, str]], model: str = "bytes_lm", target: float = 3.5) -> str:
-    """A row for every arm, with the seconds until a training of a model is as good as a target, for each rate of the
-    links, and how many times as fast as plain DDP that is; then the metric at the end of the training at the highest
-    rate.
+    """A row for every arm, with the seconds until a training is as good as a target, for each rate of the links.
+
+    Behind them stands how many times as fast as plain DDP that is. The last column is the metric at the end of the
+    training at the highest rate.
 
     Args:
         rows: the rows of ``time_to_accuracy.csv``.

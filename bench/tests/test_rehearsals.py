@@ -18,7 +18,6 @@ SMALL: dict[str, tuple[dict[str, object], list[str], int]] = {
     "kernels.powersgd": ({"SHAPES": ((64, 32),), "RANKS": (4,), "ROUNDS": 2}, [], 2),
     "kernels.topk": ({"SPECS": ("TopK", "ChunkTopK"), "NUMEL": 1000, "ROUNDS": 2}, [], 4),
     "sync.build_time": ({"LAYERS": 1, "HIDDEN": (16,), "REPETITIONS": 1}, [], 5),
-    "sync.stage_cost": ({"EMPTY": (3,), "WARM_UP": 0, "CALLS": 2}, ["--rounds", "2"], 48),
 }
 """By module: its constants that are replaced, its arguments, and the number of its rows."""
 

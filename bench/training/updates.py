@@ -93,7 +93,8 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     numel = sum(each.numel() for each in module.parameters())
     bits = 32.0
     for attachment in attachments:
-        bits = 8 * attachment.sent_nbytes_per_step() * attachment.steps / args.steps / numel
+        rounds_made = attachment.steps / args.steps if every else 1
+        bits = 8 * attachment.sent_nbytes_per_step() * rounds_made / numel
         attachment.close()
     average_parameters(module)
     correct, loss = network.evaluate(module)
