@@ -15,11 +15,12 @@ DDP model with a plan, and by one that finds its plans."""
 SCRIPT = """
 import json, os, sys
 
-rank = 1 if os.fork() == 0 else 0  # before torch has threads
-
 import torch
+import torch._dynamo  # DDP imports it
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+rank = 1 if os.fork() == 0 else 0  # before torch has threads
 
 from gckernels import sync
 

@@ -31,6 +31,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
     import pytest  # noqa: F401  imported once for all ranks, like the modules below
     import torch
     import torch._dynamo  # DDP imports it
+    import torch._dynamo.backends.debugging  # torch imports it where a test compiles, with hundreds of other modules
     import torch.distributed
 
     import gckernels.sync.attaching.checkpoint  # noqa: F401
