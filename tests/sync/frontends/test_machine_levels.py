@@ -60,7 +60,9 @@ def test_bytes_between_machines_and_residuals_are_those_of_a_part():
     assert sum(stats["plain_nbytes"] for ((_, stats),) in each[:2]) == 4 * numels / 2
 
 
-@pytest.mark.parametrize(("spec", "leaves"), [(QUANT, False), (QUANT, True), ("TopK(ratio=0.1)", False)])
+@pytest.mark.parametrize(
+    ("spec", "leaves"), [pytest.param(QUANT, False, marks=pytest.mark.slow), (QUANT, True), ("TopK(ratio=0.1)", False)]
+)
 def test_nothing_is_lost(spec, leaves):
     exact, sent = (values_of(run_ranks(4, conserving, each, leaves, "fsdp", 32, TOPOLOGY)) for each in (None, spec))
     for one, other in zip(exact, sent, strict=True):
@@ -95,7 +97,7 @@ def resumed(bits: int) -> tuple[str, str, list[str]]:
     return digests[0], digests[1], texts
 
 
-@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("bits", [pytest.param(32, marks=pytest.mark.slow), 8])
 def test_a_resumed_training_goes_on_bit_for_bit(bits):
     for alone, again, texts in values_of(run_ranks(4, resumed, bits)):
         assert again == alone and len(texts) == 1

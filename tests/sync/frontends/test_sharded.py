@@ -138,9 +138,16 @@ def test_shards_are_sent_to_their_ranks_alone():
             assert residuals == (4 * matrices if spec not in ("QSGD", "Cast16") else 0), spec
 
 
-@FORMS
 @pytest.mark.parametrize(
-    ("spec", "leaves"), [("BlockQuant(bits=4)", False), ("BlockQuant(bits=4)", True), ("TopK(ratio=0.1)", False)]
+    ("spec", "leaves", "form", "ranks"),
+    [
+        (QUANT, False, "fsdp", 2),
+        (QUANT, True, "hsdp", 4),
+        ("TopK(ratio=0.1)", False, "fsdp", 2),
+        pytest.param(QUANT, False, "hsdp", 4, marks=pytest.mark.slow),
+        pytest.param(QUANT, True, "fsdp", 2, marks=pytest.mark.slow),
+        pytest.param("TopK(ratio=0.1)", False, "hsdp", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_lost(spec, leaves, form, ranks):
     trained = (values_of(run_ranks(ranks, conserving, each, leaves, form)) for each in (None, spec))

@@ -54,11 +54,11 @@ def resumed(spec: str, path: str | None, form: str, bits: int = 32) -> tuple[str
         ("hsdp", 4, "PowerSGD", 32, False),
         pytest.param("hsdp", 4, "PowerSGD", 32, True, marks=SLOW),
         pytest.param("hsdp", 4, QUANT, 8, False, marks=SLOW),
-        ("hsdp", 4, QUANT, 8, True),
+        pytest.param("hsdp", 4, QUANT, 8, True, marks=SLOW),
         pytest.param("fsdp", 2, QUANT, 32, False, marks=SLOW),
-        ("fsdp", 2, QUANT, 32, True),
-        ("fsdp", 2, QUANT, 8, False),
-        pytest.param("fsdp", 2, QUANT, 8, True, marks=SLOW),
+        pytest.param("fsdp", 2, QUANT, 32, True, marks=SLOW),
+        pytest.param("fsdp", 2, QUANT, 8, False, marks=SLOW),
+        ("fsdp", 2, QUANT, 8, True),
     ],
 )
 def test_a_resumed_training_goes_on_bit_for_bit(form, ranks, spec, bits, by_dcp, tmp_path):
@@ -145,7 +145,7 @@ def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -
 @pytest.mark.parametrize(
     ("before", "after", "spec"),
     [
-        ((None, 2), ("fsdp", 3), QUANT),
+        pytest.param((None, 2), ("fsdp", 3), QUANT, marks=SLOW),
         (("fsdp", 3), (None, 2), QUANT),
         (("fsdp", 2), ("fsdp", 3), QUANT),
         pytest.param((None, 2), ("hsdp", 4), QUANT, marks=SLOW),
@@ -155,7 +155,7 @@ def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -
         (("three shards", 6), ("hsdp", 4), QUANT),
         pytest.param(("hsdp", 4), (None, 2), "PowerSGD", marks=SLOW),
         ((None, 2), ("hsdp", 4), "PowerSGD"),
-        (("hsdp", 4), ("hsdp", 4), QUANT),
+        pytest.param(("hsdp", 4), ("hsdp", 4), QUANT, marks=SLOW),
         ((MACHINES, 4), (MACHINES, 4), QUANT),
         ((MACHINES, 4), ("hsdp", 4), QUANT),
         (("fsdp", 3), (MACHINES, 4), QUANT),
