@@ -83,7 +83,7 @@ def trained(spec: str, program: str, fill: int | None) -> str:
     with mock.patch.object(Runtime, "arena", arena):
         attachment = sync.attach(model, plan)
         attachment.on_step_end(lambda: [block.fill_(fill or 0) for each in arenas for block in each._blocks.values()])
-        train(model, SETTINGS["plain"], range(4), adamw(model))
+        train(model, SETTINGS["plain"], range(3), adamw(model))
     assert any(each.nbytes for each in arenas) == (fill is not None)
     attachment.close()
     return digest(model)
