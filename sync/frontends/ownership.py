@@ -137,9 +137,16 @@ def _ddp_models() -> list[DistributedDataParallel]:
     DDP keeps no list of its models, and a wrapped module does not refer to its wrapper, so the objects of the garbage
     collector are searched.
     """
-    # type() rather than isinstance(), which reads __class__ of all objects; a model in construction has no reducer yet
-    every = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    classes = _with_subclasses(DistributedDataParallel)
+    # A set, as DDP's metaclass makes issubclass() slow, for hundreds of thousands of objects; type(), as isinstance()
+    # reads __class__ of all of them. A model in construction has no reducer yet.
+    every = [each for each in gc.get_objects() if type(each) in classes]
     return [each for each in every if hasattr(each, "reducer") and each not in attached]
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    """The class and all classes that inherit from it."""
+    return {cls}.union(*map(_with_subclasses, cls.__subclasses__()))
 
 
 def keep_alive(modules: Iterable[torch.nn.Module], end: Callable[[], object]) -> Callable[[], None]:
