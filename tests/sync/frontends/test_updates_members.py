@@ -109,9 +109,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_nothing_is_lost_while_a_rank_is_away(world_size):
-    for case in CASES:
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, CASES[::2]),
+        (4, CASES[1::2]),
+        pytest.param(2, CASES[1::2], marks=pytest.mark.slow),
+        pytest.param(4, CASES[::2], marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_lost_while_a_rank_is_away(world_size, cases):
+    for case in cases:
         values_of(run_ranks(world_size, away, *case))
 
 
@@ -163,6 +171,28 @@ def lost_and_found(every: int) -> None:
 def test_ranks_go_on_without_a_lost_one_and_with_a_new_one():
     outcomes = run_ranks(4, lost_and_found, 2, fresh=True, exits=False, wait_for=(0, 1, 3), group_timeout_s=20.0)
     values_of([outcomes[rank] for rank in (0, 1, 3)])
+
+
+def given_up() -> None:
+    """Rank 1 finds that its link has failed, and sends nothing in the round in which rank 0 waits for it."""
+    rank = dist.get_rank()
+    model = linear(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=1)
+    trained(model, optimizer, range(2), rank)
+    if rank == 0:
+        with pytest.raises(RuntimeError):
+            trained(model, optimizer, range(2, 3), rank)
+    else:
+        attachment._frontend.runtime._engine.lanes.failure.set(OSError("no route"))
+    attachment.regroup([0, 1])
+    trained(model, optimizer, range(3, 5), rank)
+    assert on_all(model, attachment._frontend.group)
+    attachment.close()
+
+
+def test_nobody_waits_for_a_rank_that_has_given_a_round_up():
+    values_of(run_ranks(2, given_up, timeout_s=30.0, fresh=True, exits=False))
 
 
 # -------------------------------------------------------------------- checkpoints, refusals
