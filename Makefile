@@ -14,8 +14,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 
-# a test of several ranks often waits, so another test runs meanwhile
-WORKERS = $(shell expr $$(nproc) + 1)
+# tests of several ranks often wait, so others run meanwhile
+WORKERS = $(shell expr $$(nproc) + 2)
 PART_kernels := tests/conformance tests/ops tests/toolkit
 PART_planner := tests/planner tests/sync/reporting
 PART_package := bench/tests tests/package tests/support

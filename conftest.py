@@ -4,6 +4,8 @@ import gc
 import os
 import sys
 
+gc.disable()  # until all tests are imported and collected
+
 # Test processes that share the cores use one thread each; torch reads the variable when it is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -85,6 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exempt what exists before the first test from garbage collection, hundreds of thousands of objects, and collect
     less often."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

@@ -125,6 +125,7 @@ def test_an_index_shows_a_description_without_dead_links(archives):
     assert "<!--" not in description and "![" not in description
 
 
+@pytest.mark.slow
 def test_the_wheel_works_elsewhere(archives, tmp_path):
     _run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(tmp_path), str(archives[1]), cwd=tmp_path)
     printed = _run(sys.executable, "-c", TRIES, cwd=tmp_path.parent, PYTHONPATH=str(tmp_path))

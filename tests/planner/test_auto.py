@@ -105,6 +105,7 @@ def test_options_that_are_compared_in_parts_are_those_that_all_together_are(monk
     assert 5 < len(together) < len(options) and Search(problem).worthwhile(draft, options) == together
 
 
+@pytest.mark.slow
 def test_no_other_parts_of_a_large_last_message_make_a_plan_much_faster():
     """The plan of a policy is the start here that the estimates of the search think little of."""
     trace = ModelTrace.load("lstm")

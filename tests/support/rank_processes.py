@@ -28,6 +28,7 @@ _CHECKOUT = Path(__file__).parents[2]
 
 def _fork_on_demand(questions: socket.socket) -> None:
     """Answer the test's process until it is gone; in a rank's process, return when its work is done."""
+    gc.disable()
     import pytest  # noqa: F401  imported once for all ranks, like the modules below
     import torch
     import torch._dynamo  # DDP imports it
@@ -39,6 +40,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
     torch.set_num_threads(1)
     assert threading.active_count() == 1
     gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
+    gc.enable()
     gc.set_threshold(10_000, 20, 20)  # it is also done less often
     while True:
         message, fds, _, _ = socket.recv_fds(questions, QUESTION.size, 2)

@@ -153,7 +153,9 @@ def attached(form: str, path: str) -> tuple[str, str]:
     return found.prediction.policy, found.fingerprint()
 
 
-@pytest.mark.parametrize(("form", "ranks", "weights"), [("fsdp", 2, "BlockQuant"), ("hsdp", 4, None)])
+@pytest.mark.parametrize(
+    ("form", "ranks", "weights"), [("fsdp", 2, "BlockQuant"), pytest.param("hsdp", 4, None, marks=pytest.mark.slow)]
+)
 def test_a_model_is_recorded_planned_for_and_attached(tmp_path, capsys, form, ranks, weights):
     traced, machine, plan = (tmp_path / name for name in ("trace.json", "machine.json", "plan.json"))
     traced.write_text(values_of(run_ranks(ranks, recorded, form, fresh=True, exits=False))[0])

@@ -21,6 +21,7 @@ from gckernels.sync.resources.lanes import DeviceLanes
 from leftovers import children, lanes
 from models import build
 from ranks import Outcome, run_ranks, values_of
+from workloads import thinned
 
 FAULTY, WORLD_SIZE = 1, 3
 AT = 3  # the step of the fault; the first step is not compressed
@@ -95,8 +96,18 @@ def clean() -> Callable[[str, str], list[Outcome]]:
     return trained
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize(("program", "front"), [("alltoall", "hook"), ("alltoall", "module"), ("allgather", "module")])
+# `make test` takes every fault and every program once
+@pytest.mark.parametrize(
+    ("fault", "program", "front"),
+    thinned(
+        [
+            (fault, *each)
+            for fault in FAULTS
+            for each in (("alltoall", "hook"), ("alltoall", "module"), ("allgather", "module"))
+        ],
+        4,
+    ),
+)
 def test_a_residual_is_that_before_the_failed_step_or_that_after_it(clean, fault, program, front):
     """A unit that was encoded has given its payload away, whether or not any rank received it. Its residual is the
     error of that payload, and the payload is lost. Every other unit keeps its old residual. No residual is in

@@ -22,6 +22,8 @@ from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
+pytestmark = pytest.mark.slow
+
 SETUP_FAILED = 77
 MOUNT = """
 mount -t tmpfs -o size=64k none /dev/shm &&
@@ -50,10 +52,6 @@ CASES = {
 }
 """All of them run with a full /dev/shm."""
 
-QUICK = ("all is read-only",)
-"""A case with all warnings."""
-SLOWER = tuple(case for case in CASES if case not in QUICK)
-
 
 def trained(front: str, cache: str | None = None, temporary: str | None = None) -> tuple[list[str], list[str]]:
     """Digests of the gradients of three steps with two compressors, and the warnings of gckernels.
@@ -78,11 +76,10 @@ def trained(front: str, cache: str | None = None, temporary: str | None = None) 
     return digests, [text for text in map(str, (each.message for each in caught)) if text.startswith("gckernels:")]
 
 
-def main(folder: str, cases: list[str]) -> None:
-    """Run cases inside the namespace and write their results to ``folder``."""
+def main(folder: str) -> None:
+    """Run all cases inside the namespace and write their results to ``folder``."""
     found = {}
-    for name in cases:
-        front, *folders = CASES[name]
+    for name, (front, *folders) in CASES.items():
         found[name] = values_of(
             run_ranks(2, trained, front, *(str(Path(folder, each)) for each in folders), fresh=True, exits=False)
         )
@@ -107,14 +104,14 @@ def namespace() -> list[str]:
     pytest.skip(f"no mount namespaces here: {'; '.join(reasons)}")
 
 
-@pytest.fixture(scope="module", params=[QUICK, pytest.param(SLOWER, marks=pytest.mark.slow)], ids=["quick", "others"])
-def found(request, namespace, tmp_path_factory) -> dict[str, Any]:
-    """The results of both ranks for some cases, and the folder that holds the cases' file systems."""
+@pytest.fixture(scope="module")
+def found(namespace, tmp_path_factory) -> dict[str, Any]:
+    """The results of both ranks for all cases, and the folder that holds the cases' file systems."""
     folder = tmp_path_factory.mktemp("storage")
     for name in ("full", "read-only", "temporary"):
         (folder / name).mkdir(mode=0o700)
     code = f"import sys; sys.path[:0] = {sys.path!r}; import test_faults_storage as t; "
-    code += f"t.main({str(folder)!r}, {list(request.param)!r})"
+    code += f"t.main({str(folder)!r})"
     command = [*namespace, "sh", "-c", MOUNT, str(folder), sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     if done.returncode == SETUP_FAILED:

@@ -49,7 +49,9 @@ def growths(form: str) -> list[int]:
     return [growth(form, groups) for groups in (3, 8)]
 
 
-@pytest.mark.parametrize(("form", "ranks"), [("hsdp", 4), ("one shard", 3), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("form", "ranks"), [("hsdp", 4), pytest.param("one shard", 3, marks=pytest.mark.slow), ("fsdp", 2)]
+)
 def test_buffers_do_not_grow_with_the_number_of_groups(form, ranks):
     for few, many in values_of(run_ranks(ranks, growths, form)):
         assert 0 < few == many

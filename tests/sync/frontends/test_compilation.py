@@ -44,7 +44,7 @@ def opened_in_steps(front: str, *specs: str) -> list[str]:
     return late
 
 
-@pytest.mark.parametrize("front", ["hook", "module"])
+@pytest.mark.parametrize("front", [pytest.param("hook", marks=pytest.mark.slow), "module"])
 def test_no_step_waits_for_a_compiler(front):
     if compilers.compiler() is None:
         pytest.skip("there is no C compiler")

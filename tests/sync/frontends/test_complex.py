@@ -157,7 +157,7 @@ def exact(dtype: torch.dtype) -> list[str]:
     return digests
 
 
-@pytest.mark.parametrize("dtype", [torch.cfloat, torch.cdouble])
+@pytest.mark.parametrize("dtype", [torch.cfloat, pytest.param(torch.cdouble, marks=pytest.mark.slow)])
 def test_what_is_sent_exactly_is_the_mean_of_plain_ddp(dtype):
     first, second = values_of(run_ranks(2, exact, dtype))
     assert first == second

@@ -40,7 +40,7 @@ def conserved(front: str) -> None:
         assert training.handle.plan == plan and decayed
 
 
-@pytest.mark.parametrize("front", ["ddp", "module"])
+@pytest.mark.parametrize("front", ["ddp", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_unit_forgets_the_rest_of_its_residual_in_each_step(front):
     values_of(run_ranks(2, conserved, front))
 

@@ -68,10 +68,7 @@ def awaited_or_not(form: str) -> dict[str, list[tuple[str, int]]]:
     return {spec: [trained(form, SETTINGS["plain"], spec, defers) for defers in (None, False)] for spec in CODECS}
 
 
-FORMS = pytest.mark.parametrize("form", ["fsdp", "one shard"])
-
-
-@FORMS
+@pytest.mark.parametrize("form", [pytest.param("fsdp", marks=pytest.mark.slow), "one shard"])
 def test_a_deferred_result_is_that_of_an_awaited_one(form):
     for found in values_of(run_ranks(2, awaited_or_not, form)):
         for spec, ((deferred, count), (awaited, none)) in found.items():
@@ -97,7 +94,7 @@ def read_before_the_end(form: str) -> dict[str, list[tuple[str, int]]]:
         torch.use_deterministic_algorithms(False)
 
 
-@FORMS
+@pytest.mark.parametrize("form", ["fsdp", pytest.param("one shard", marks=pytest.mark.slow)])
 def test_what_fsdp_reads_is_awaited(form):
     for found in values_of(run_ranks(2, read_before_the_end, form)):
         for name, ((alone, _), (attached, deferred), (wrong, _)) in found.items():

@@ -39,8 +39,8 @@ def trained(specs: tuple[str | None, ...], name: str) -> list[tuple[list[torch.T
 @pytest.mark.parametrize(
     "name",
     [
-        *("accumulates", "sums", "frozen", "bare root"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "prefetches")),
+        *("accumulates", "bare root"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "prefetches", "sums", "frozen")),
     ],
 )
 def test_only_the_order_of_sums_differs_if_nothing_is_compressed(name):

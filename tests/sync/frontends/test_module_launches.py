@@ -70,8 +70,8 @@ def in_every_way(model: str, spec: str, program: str, ways: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("world_size", "model", "spec", "program", "ways"),
     [
-        (2, "Mlp", "EFSignSGD", "allgather", ("backwards", "channels")),
-        (2, "Branches", "BlockQuant(bits=4)", "alltoall", ("pairs", "messages")),
+        (2, "Mlp", "EFSignSGD", "allgather", ("backwards", "channels", "messages")),
+        pytest.param(2, "Branches", "BlockQuant(bits=4)", "alltoall", ("pairs", "messages"), marks=SLOW),
         pytest.param(2, "Branches", "BlockQuant(bits=4)", "alltoall", LAUNCHES, marks=SLOW),
         pytest.param(2, "Zoo", "Cast16", "encoded_allreduce", LAUNCHES, marks=SLOW),
         pytest.param(4, "Zoo", "TopK(ratio=0.1)", "parameter_server", LAUNCHES, marks=SLOW),

@@ -181,7 +181,7 @@ def both_ways(method: Compressor) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("method", [BlockQuant(bits=4), Cast16()], ids=str)
+@pytest.mark.parametrize("method", [BlockQuant(bits=4), pytest.param(Cast16(), marks=pytest.mark.slow)], ids=str)
 def test_attach_takes_plans_compressors_and_specs(method):
     for plans in values_of(run_ranks(2, both_ways, method)):
         assert plans[:5] == plans[5:]

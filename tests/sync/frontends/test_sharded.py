@@ -262,7 +262,7 @@ def tuned(form: str) -> tuple[str, str, str, int]:
     return trained, found, taken, proposal.call_count
 
 
-@FORMS
+@pytest.mark.parametrize(("form", "ranks"), [pytest.param("hsdp", 4, marks=pytest.mark.slow), ("fsdp", 2)])
 def test_a_plan_is_found_while_the_model_is_trained(form, ranks):
     found = values_of(run_ranks(ranks, tuned, form))
     assert all(taken == plan == found[0][1] for _, plan, taken, _ in found)

@@ -147,7 +147,7 @@ def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -
     [
         pytest.param((None, 2), ("fsdp", 3), QUANT, marks=SLOW),
         (("fsdp", 3), (None, 2), QUANT),
-        (("fsdp", 2), ("fsdp", 3), QUANT),
+        pytest.param(("fsdp", 2), ("fsdp", 3), QUANT, marks=SLOW),
         pytest.param((None, 2), ("hsdp", 4), QUANT, marks=SLOW),
         (("hsdp", 4), ("fsdp", 2), QUANT),
         pytest.param(("hsdp", 4), ("hsdp", 6), QUANT, marks=SLOW),
@@ -156,7 +156,7 @@ def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -
         pytest.param(("hsdp", 4), (None, 2), "PowerSGD", marks=SLOW),
         ((None, 2), ("hsdp", 4), "PowerSGD"),
         pytest.param(("hsdp", 4), ("hsdp", 4), QUANT, marks=SLOW),
-        ((MACHINES, 4), (MACHINES, 4), QUANT),
+        pytest.param((MACHINES, 4), (MACHINES, 4), QUANT, marks=SLOW),
         ((MACHINES, 4), ("hsdp", 4), QUANT),
         (("fsdp", 3), (MACHINES, 4), QUANT),
         pytest.param((MACHINES, 6), (None, 2), QUANT, marks=SLOW),

@@ -91,7 +91,9 @@ def kept(as_views: bool, every: int, *names: str) -> None:
     attachment.close()
 
 
-@pytest.mark.parametrize(("as_views", "names"), [(False, ()), (True, ("signs", "low rank", "ring"))])
+@pytest.mark.parametrize(
+    ("as_views", "names"), [(False, ()), pytest.param(True, ("signs", "low rank", "ring"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_kept_gradients_of_unused_parameters_come_once(as_views, names, every):
     values_of(run_ranks(2, kept, as_views, every, *names))

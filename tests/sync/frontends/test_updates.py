@@ -144,7 +144,7 @@ def every_compressor() -> dict[str, list[str] | None]:
             found[spec] = None
             continue
         before, losses, digests = digest(model), [], list[str]()
-        for _ in range(6):
+        for _ in range(4):
             optimizer.zero_grad()
             loss = model(model.batch(0, dist.get_rank()))
             loss.backward()
@@ -154,7 +154,7 @@ def every_compressor() -> dict[str, list[str] | None]:
         anchors = attachment.state_dict()["updates"]["anchors"]
         assert digest_of(anchors.values()) == digests[-1] != before
         assert losses[-1] < losses[0], spec
-        assert attachment.stats()["step"] == 3 and attachment.sent_nbytes_per_step() > 0
+        assert attachment.stats()["step"] == 2 and attachment.sent_nbytes_per_step() > 0
         attachment.close()
         found[spec] = digests
     return found
@@ -168,7 +168,7 @@ def test_parameters_are_the_same_on_all_ranks():
             assert [found[spec] for found in ranks] == [None] * 3
         else:
             same = [len(set(digests)) == 1 for digests in zip(*(found[spec] for found in ranks), strict=True)]
-            assert same == [False, True] * 3, spec
+            assert same == [False, True] * 2, spec
 
 
 # -------------------------------------------------------------------- nothing is lost

@@ -63,10 +63,10 @@ def test_events_that_cannot_be_are_refused(arguments):
 @pytest.mark.parametrize(
     ("network", "place"),
     [
-        (Network(2), 1),
+        pytest.param(Network(2), 1, marks=pytest.mark.slow),
         (Network(2, "10mbit", delay_s=0.001), 1),
         (Network(2, ranks_per_machine=2), 1),
-        (Network(2), "machine0"),
+        pytest.param(Network(2), "machine0", marks=pytest.mark.slow),
     ],
     ids=["rank", "delayed", "rank of two", "machine"],
 )

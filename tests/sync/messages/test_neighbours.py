@@ -44,10 +44,10 @@ def outcomes(spec: str, program: Program, find_unused: bool) -> list[str]:
     [
         ("EFSignSGD(block=None)", ALLTOALL, False),
         ("TernGrad", ALLGATHER, False),
-        ("Cast16", ENCODED_ALLREDUCE, False),
+        pytest.param("Cast16", ENCODED_ALLREDUCE, False, marks=pytest.mark.slow),
         ("BlockQuant", ring(2), False),
         ("BlockQuant", ALLTOALL, True),
-        ("TopK(ratio=0.1)", ALLTOALL, False),
+        pytest.param("TopK(ratio=0.1)", ALLTOALL, False, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

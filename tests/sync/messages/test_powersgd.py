@@ -102,7 +102,7 @@ def _first_factors(rank: int, plan: Any, model: DistributedDataParallel) -> dict
     return factors
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_gradients_of_the_hook_of_pytorch(rank):
     for found in values_of(run_ranks(2, differences_from_the_hook, rank, 8)):
         assert found[0][0] == found[1][0] == 0.0

@@ -273,7 +273,7 @@ def test_a_gpu_gives_the_same_as_the_cpu(topology, part):
 
 
 @pytest.mark.parametrize("stride", [31, pytest.param(7, marks=SLOW)])
-@pytest.mark.parametrize("topology", [Topology(3, 2), Topology(2, 3)])
+@pytest.mark.parametrize("topology", [Topology(3, 2), pytest.param(Topology(2, 3), marks=SLOW)])
 def test_levels_that_are_no_powers_of_two(topology, stride):
     """Thirds are not exact: Identity is off by the rounding of a few additions and products."""
     programs = list(enumerate_programs(topology))[::stride]
