@@ -147,6 +147,7 @@ def pages() -> dict[Path, str]:
             *(updates_tables.accuracy_table(400, 3e-3, each) for each in (0.95, 0.999)),
             updates_tables.best_table(),
             updates_tables.steps_table(),
+            updates_tables.times_table(times),
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }
