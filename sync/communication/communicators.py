@@ -17,7 +17,7 @@ from ..programs.rules import Site
 from ..programs.steps import Level, Place
 from ..programs.topology import Topology
 from ..resources.memory_spaces import Places
-from .groups import Wanted, make_groups
+from .groups import Wanted, hang_up, make_groups
 from .links import RankConnections
 
 _META_PLACES = Places(torch.device("meta"), torch.device("meta"), apart=False)
@@ -103,12 +103,21 @@ class Communicators:
         """
         return self._links[phase % MAX_PHASES, level, self.places.actual(place), channel]
 
+    def hang_up(self) -> None:
+        """Close the connections of this rank, so that ranks that wait for it fail."""
+        for group in self._open():
+            hang_up(group)
+
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""
-        for group in (self.averaging, *(group for link in self._links.values() for group in link.groups)):
-            if group in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(group)
+        for group in self._open():
+            dist.destroy_process_group(group)
         self._links = {}
+
+    def _open(self) -> list[dist.ProcessGroup]:
+        """The groups that have not been destroyed."""
+        every = self.averaging, *(group for link in self._links.values() for group in link.groups)
+        return [group for group in every if group in dist.distributed_c10d._world.pg_map]
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,10 @@ class Runtime(RuntimeState):
         return (residual.values() for kind, _, residual in self._feedback.items() if kind in ENCODINGS)
 
     def close(self) -> None:
-        """End the lanes and the process groups; further calls do nothing."""
+        """End the lanes and the process groups; further calls do nothing. After a failure, ranks that wait for this one
+        fail as well."""
+        if self._communicators is not None and self.problem is not None:
+            self._communicators.hang_up()
         if self._copies is not None:
             self._copies.close()
         if self._engine is not None:

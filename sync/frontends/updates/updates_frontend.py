@@ -165,9 +165,7 @@ class UpdatesFrontend(ModelFrontend):
         if ranks is not None and (own not in ranks or not {*ranks} <= {*range(dist.get_world_size())}):
             raise ValueError(f"regroup: ranks must be None or ranks of the job, with this one, {own}; got {ranks!r}")
         if before.problem is not None:
-            self._layouts.close()
-            self._buckets, self._trained = list[Bucket](), frozenset[str]()
-            before.close()  # also the connections on which a rank may still wait for this one, in the failed round
+            before.close()  # a rank may still wait for this one in the failed round
         group = new_group_of([*{*(ranks or [own])}], self.group, self.device)
         request = replace(self.request, group=group, everyone=group, options=ModuleOptions(group))
         agreed("regroup", group, self.device, self._checked_between_rounds)
