@@ -114,8 +114,8 @@ def times_table(rows: Iterable[Mapping[str, str]], model: str = "bytes_lm", targ
             found.setdefault(row["arm"], {})[row["rate"]] = row
     rates = [rate for rate in TIMED_RATES if any(rate in of_arm for of_arm in found.values())]
     lines = []
-    for arm, of_arm in found.items():
-        cells = []
+    for arm in sorted(found, key=lambda arm: arm != PLAIN_DDP):
+        of_arm, cells = found[arm], []
         for rate in rates:
             seconds, plain = (_seconds_to(target, found[each].get(rate)) for each in (arm, PLAIN_DDP))
             text = "" if rate not in of_arm else "never" if seconds is None else f"{seconds:.1f} s"
