@@ -343,7 +343,6 @@ class Runtime(RuntimeState):
             self._engine.lanes.close()
         if self._communicators is not None:
             self._communicators.close()
-            self._communicators = None
 
 
 def _outcome(buffer: torch.Tensor, error: BaseException | None) -> Outcome:

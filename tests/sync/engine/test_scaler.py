@@ -78,7 +78,7 @@ def _poisoned(grad: torch.Tensor, values: list[float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "compressor", "program"), with_two_or_three_ranks(combinations(), quick=one_of_each(turn=1)[::2])
+    ("world_size", "compressor", "program"), with_two_or_three_ranks(combinations(), quick=one_of_each(turn=1))
 )
 def test_all_ranks_skip_the_same_steps_and_go_on(world_size, compressor, program):
     found = values_of(run_ranks(world_size, train_with_scaler, compressor, program))
