@@ -59,6 +59,25 @@ class Anchors:
             self.values[name].grad = None
 
     @torch.no_grad()
+    def hand_out(
+        self, parameters: Mapping[str, torch.Tensor], sent: Mapping[str, torch.Tensor], mixing: float | None = None
+    ) -> None:
+        """Replace the values of some parameters by their anchors.
+
+        Args:
+            parameters: the values, by name.
+            sent: values from before; what steps have changed of these is added to the anchors.
+            mixing: the part of its own value that every other parameter keeps.
+        """
+        for name, values in parameters.items():
+            anchor = self.values[name].detach().to(values.device)
+            if name in sent:
+                anchor = anchor + (values.to(anchor) - sent[name].to(anchor))
+            elif mixing is not None:
+                anchor = torch.lerp(anchor, values.to(anchor), mixing)
+            values.copy_(anchor)
+
+    @torch.no_grad()
     def receive(self, group: dist.ProcessGroup, device: torch.device, source: int) -> dict[str, torch.Tensor]:
         """Take the anchors and the state of the outer optimizer of a rank of a group. Collective.
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..module.buckets import Bucket
-
 Every: TypeAlias = int | Mapping[int, int]
 """The number of steps of every round, or those of the rounds from some steps on."""
 
@@ -151,14 +149,3 @@ class Schedule:
         if index < len(begins):
             length = min(length, begins[index] - step)
         return Round(length, self.fragments, self.delay)
-
-
-def cut_fragments(buckets: Sequence[Bucket], number: int) -> list[list[Bucket]]:
-    """The buckets in runs of about the same number of bytes. A run is empty if there are too few buckets."""
-    fragments: list[list[Bucket]] = [[] for _ in range(number)]
-    total, before = sum(bucket.vector.nbytes for bucket in buckets), 0
-    for bucket in buckets:
-        middle = before + bucket.vector.nbytes / 2
-        fragments[min(int(middle * number / total), number - 1)].append(bucket)
-        before += bucket.vector.nbytes
-    return fragments

@@ -9,7 +9,7 @@ training may go on for some steps until their means arrive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,22 +20,22 @@ from ...communication.agreement import agreed
 from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
 from ...plans.arguments import differentiable
-from ...plans.buckets import UPDATE_BUCKET_NBYTES
 from ...plans.builders import resumable
 from ...plans.plan import Frontend, Plan, UnitPlan
 from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
 from ..frontend import UPDATES, ModelFrontend
 from ..members import Members
-from ..module.buckets import BROADCAST_NBYTES, Bucket, Layouts
+from ..module.buckets import BROADCAST_NBYTES
 from ..request import ModuleOptions, Request
 from .anchors import Anchors, Arrival
 from .lineage import Lineage
 from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
 from .optimizer_steps import OptimizerSteps
-from .schedule import Round, cut_fragments
+from .schedule import Round
 from .site_parameters import own_parameters, values_of, with_elements
 from .step_scales import StepScales
+from .update_buckets import UpdateBuckets
 from .updates_request import UpdatesRequest, checked_plan, fitting
 
 
@@ -83,7 +83,7 @@ class UpdatesFrontend(ModelFrontend):
         round."""
         super().close()
         self._arriving = None
-        self._layouts.close()
+        self._buckets.close()
         self._end_group()
 
     @property
@@ -126,7 +126,7 @@ class UpdatesFrontend(ModelFrontend):
         return fitting(request, self.parameters())
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        before = self._layouts
+        before = self._buckets
 
         def install() -> None:
             if self._arriving is not None:
@@ -138,25 +138,10 @@ class UpdatesFrontend(ModelFrontend):
 
     def _take(self, runtime: Runtime) -> None:
         """Let a runtime average the updates from now on."""
-        runtime.first_is_dense = False
         self._scales = self.request.scales(runtime.plan, self._scales)
-        numels, fragments = self.numels().values(), self.request.schedule.fragments
-        nbytes = min(UPDATE_BUCKET_NBYTES, 4 * sum(numels) // fragments)
-        self.runtime, self._layouts = runtime, Layouts(runtime, self._anchors.members, nbytes)
-        self._buckets, self._trained = list[Bucket](), frozenset[str]()
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Take the buckets for the parameters that are trained now.
-
-        Raises:
-            RuntimeError: there are others than the attachment knows.
-        """
-        trained = self._members.trained()
-        if trained is not self._trained:
-            self._buckets, self._trained = self._layouts.of(trained.intersection(self._anchors.values)), trained
-            nbytes = sum(bucket.vector.nbytes for bucket in self._buckets)
-            self.averaged_nbytes = nbytes // self.request.schedule.fragments
+        self.runtime = runtime
+        self._buckets = UpdateBuckets(runtime, self._members, self._anchors, self.request.schedule.fragments)
+        self.averaged_nbytes = self._buckets.averaged_nbytes
 
     # ---------------------------------------------------------------- members
 
@@ -185,11 +170,14 @@ class UpdatesFrontend(ModelFrontend):
         if before.problem is not None:
             before.forget()
         park(before.plan.units)
-        self._layouts.close()
+        self._buckets.close()
         before.close()
         self._end_group()
         self.request, self.group, self.rank, self._made_group = request, group, dist.get_rank(group), group
-        self._follow_anchors(self._anchors.receive(group, self.device, newest.rank), newest.is_ahead)
+        replaced = self._anchors.receive(group, self.device, newest.rank)
+        # anchors that have the last update of this rank replace all it has; others keep what it alone has done
+        followed = {name: each for name, each in self._values().items() if newest.is_ahead or name in replaced}
+        self._anchors.hand_out(followed, {} if newest.is_ahead else replaced)
         self._lineage.follow(newest, self._anchors.values.values())
         self._scales = None
         following.tracer, following.step = before.tracer, step
@@ -227,22 +215,6 @@ class UpdatesFrontend(ModelFrontend):
                 f"regroup: {taken} steps of a round of {every} have been made; call it between two rounds"
             )
         return True, [""]
-
-    @torch.no_grad()
-    def _follow_anchors(self, before: Mapping[str, torch.Tensor], is_ahead: bool) -> None:
-        """Let the parameters follow the anchors.
-
-        Args:
-            before: the anchors from before; only those that have changed.
-            is_ahead: whether these have the last update of this rank. Otherwise the parameters keep what this rank
-                alone has done.
-        """
-        for name, values in self._values().items():
-            anchor = self._anchors.values[name].detach().to(values.device)
-            if is_ahead:
-                values.copy_(anchor)
-            elif name in before:
-                values.copy_(anchor + (values.to(anchor) - before[name].to(anchor)))
 
     # ---------------------------------------------------------------- steps
 
@@ -313,40 +285,17 @@ class UpdatesFrontend(ModelFrontend):
         if not self._has_begun:
             self.request.refuse_averaged(self.parameters())  # the model may have been wrapped since
             self._has_begun = True
-        runtime, references = self.runtime, self._members.references
-        self._lay_out()
-        buckets = cut_fragments(self._buckets, running.fragments)[number]
-        messages = [bucket.messages.now() for bucket in buckets]
-        runtime.unused.begin()
-        runtime.begin_step()
-        futures, means, sent = [], dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-        for bucket, built in zip(buckets, messages, strict=True):
-            means |= self._measure(bucket)
-            futures.append(runtime.submit(built, bucket.vector))
-        runtime.end_step()
-        if running.delay and self.request.mixing is None:
-            sent = {name: values_of(each).clone() for name in means if (each := references[name]()) is not None}
-        self._arriving = Arrival(means, sent, running.delay, futures)
+        self._arriving = self._buckets.send(running, number, self.calls.deliver)
+        self.averaged_nbytes = self._buckets.averaged_nbytes  # other parameters may be trained now
         if not running.delay:
             self._arrive(self._arriving)
+        elif self.request.mixing is None:
+            self._arriving.sent = {name: each.clone() for name, each in self._existing(self._arriving.means).items()}
 
-    def _measure(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Write the updates of a bucket into it, with the sign of gradients, and return those by name."""
-        bucket.begin()
-        updates = {}
-        for slot in bucket.slots:
-            parameter = self._members.references[slot.name]()
-            if parameter is None or slot.name not in bucket.expected:
-                slot.view.zero_()
-                continue
-            values = values_of(parameter)
-            torch.sub(self._anchors.begin(slot.name, values), values.to(slot.view.dtype), out=slot.view)
-            update = slot.view.detach()
-            update.grad = slot.view
-            self.calls.deliver(slot.name, update)
-            slot.scale(self.runtime.share, all_reduced=self.runtime.is_exact)
-            updates[slot.name] = slot.view
-        return updates
+    def _existing(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The values of some parameters, as far as these still exist."""
+        found = {name: self._members.references[name]() for name in names}
+        return {name: values_of(each) for name, each in found.items() if each is not None}
 
     def _arrive(self, arriving: Arrival) -> None:
         """Move the anchors of a fragment by its means, and replace the parameters by them. Steps since the fragment was
@@ -354,17 +303,8 @@ class UpdatesFrontend(ModelFrontend):
         arriving.wait()
         self._anchors.move(arriving.means)
         self._lineage.arrived += 1
-        mixing, is_late = self.request.mixing, bool(self.request.schedule.delay)
-        for name in arriving.means:
-            if (parameter := self._members.references[name]()) is None:
-                continue
-            values = values_of(parameter)
-            anchor = self._anchors.values[name].detach().to(values.device)
-            if name in arriving.sent:
-                anchor = anchor + (values.to(anchor.dtype) - arriving.sent[name].to(anchor.dtype))
-            elif is_late and mixing is not None:
-                anchor = torch.lerp(anchor, values.to(anchor.dtype), mixing)
-            values.copy_(anchor)
+        mixing = self.request.mixing if self.request.schedule.delay else None
+        self._anchors.hand_out(self._existing(arriving.means), arriving.sent, mixing)
         self._arriving = None
         self.calls.end_step(True)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gckernels import EFSignSGD, sync
-from gckernels.sync.frontends.updates.schedule import Schedule, cut_fragments
+from gckernels.sync.frontends.updates.schedule import Schedule
 from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of, mass_of, summed
@@ -38,7 +38,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, af
 def fragments_of(attachment: sync.Attachment) -> list[list[str]]:
     """The names of the parameters of each fragment."""
     frontend = attachment._frontend
-    cut = cut_fragments(frontend._buckets, frontend.request.schedule.fragments)
+    cut = frontend._buckets.cut(frontend.request.schedule.fragments)
     return [[slot.name for bucket in buckets for slot in bucket.slots] for buckets in cut]
 
 
