@@ -92,11 +92,6 @@ def test_sizes_are_read_as_they_are_written(bench, text, numel):
     assert format_numel(numel) == text
 
 
-def test_the_gpu_path_imports_neither_pytest_nor_matplotlib():
-    banned = "sys.modules |= dict.fromkeys(('pytest', 'matplotlib'))"
-    output_of("-c", f"import sys; {banned}; import bench.kernels.microbench")
-
-
 @pytest.mark.slow
 def test_the_host_is_measured(out):
     arguments = ["--compressors", "EFSignSGD(block=128)", "--sizes", "1Ki"]

@@ -43,7 +43,10 @@ def test_rows_are_written(monkeypatch, out, name):
 
 
 LAUNCHES = """
-from bench.kernels import launch_cost
+import sys
+
+sys.modules |= dict.fromkeys(("pytest", "matplotlib"))  # the machine with the GPU may lack them
+from bench.kernels import launch_cost, microbench
 from harness import fake_driver
 
 fake_driver.install()
@@ -53,7 +56,7 @@ for row in launch_cost.rows(("Cast16", "TopK", "PowerSGD"), rounds=1, calls=1):
 """
 
 
-def test_the_cost_of_launches_is_measured():
+def test_the_cost_of_launches_is_measured_without_what_a_gpu_machine_lacks():
     """Runs in a process that does not interpret kernels."""
     rows = [line.split(";") for line in output_of("-c", LAUNCHES).splitlines()]
     of_one = [int(launches) for units, launches in rows if units != "ResNet-50"]

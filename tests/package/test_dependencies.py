@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,45 +17,46 @@ import pytest
 
 import gckernels
 from gckernels.requirements import TRITON
-from processes import output_of
+from ranks import run_ranks, values_of
 
 PACKAGE = Path(gckernels.__file__).parent
 ABOVE, TESTING = (PACKAGE / "sync", PACKAGE / "planner"), PACKAGE / "testing"
 
-SOMETHING_IS_MISSING = """
-import importlib, sys
-import torch
 
-def imported(name):
-    for loaded in [each for each in sys.modules if each.partition(".")[0] == "gckernels"]:
-        del sys.modules[loaded]
-    try:
-        importlib.import_module(name)
-        print("imported")
-    except ImportError as error:
-        print(error)
+def errors_of_imports() -> list[str]:
+    """The errors of importing each package without Triton, and on systems other than Linux."""
 
-for name in ("gckernels", "gckernels.sync", "gckernels.planner"):
-    linux, sys.modules["triton"] = sys.platform, None
-    imported(name)
-    del sys.modules["triton"]
-    for sys.platform in ("darwin", "win32"):
-        imported(name)
-    sys.platform = linux
-"""
+    def error_of(name: str) -> str:
+        for loaded in [each for each in sys.modules if each.partition(".")[0] == "gckernels"]:
+            del sys.modules[loaded]
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            return str(error)
+        return "imported"
+
+    errors, triton, system = [], sys.modules["triton"], sys.platform
+    for name in ("gckernels", "gckernels.sync", "gckernels.planner"):
+        sys.modules["triton"] = None
+        errors.append(error_of(name))
+        sys.modules["triton"] = triton
+        for sys.platform in ("darwin", "win32"):
+            errors.append(error_of(name))
+        sys.platform = system
+    return errors
 
 
 def test_the_import_says_what_is_missing():
-    """One process tries all imports, because importing torch takes longer than they do."""
-    printed = output_of("-c", SOMETHING_IS_MISSING, timeout_s=200).splitlines()
+    """Runs in a process of its own, because it takes the package's modules away."""
+    (errors,) = values_of(run_ranks(1, errors_of_imports, fresh=True, exits=False))
     expected = [
         f"gckernels needs Triton, .*: pip install '{re.escape(TRITON)}'",
         "gckernels runs on Linux .*, not on darwin",
         "gckernels runs on Linux .*, not on win32",
     ] * 3
-    assert len(printed) == len(expected), printed
-    for line, output in zip(printed, expected, strict=True):
-        assert re.match(output, line), line
+    assert len(errors) == len(expected), errors
+    for pattern, error in zip(expected, errors, strict=True):
+        assert re.match(pattern, error), error
 
 
 def test_the_metadata_name_the_same():

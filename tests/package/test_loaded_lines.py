@@ -20,8 +20,6 @@ import torch._dynamo  # DDP imports it
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-rank = 1 if os.fork() == 0 else 0  # before torch has threads
-
 from gckernels import sync
 
 def loaded():
@@ -31,6 +29,7 @@ def loaded():
     return {"lines": sum(counts.values()), "modules": sorted(counts)}
 
 found = [loaded()]
+rank = 1 if os.fork() == 0 else 0  # before torch has threads
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 for plan in (("BlockQuant",), ()):
     model = DistributedDataParallel(torch.nn.Linear(8, 8))

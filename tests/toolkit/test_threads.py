@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ from gckernels.codec import Decoding, Encoding
 from gckernels.toolkit.host import threads
 from gckernels.toolkit.quantizer import MAX, MIN, SUM, MapQuantizer, Maps, Statistic
 from gckernels.toolkit.quantizer import host as quantizer_host
+from ranks import run_ranks, values_of
 
 
 @dataclass(frozen=True)
@@ -182,29 +180,25 @@ def test_the_default_is_torchs_number():
         torch.set_num_threads(before)
 
 
-FORK = """
-import os, sys, torch, gckernels
-torch.set_num_threads(1)  # its own threads are not usable in a child
-gckernels.set_num_threads(2)
-compressor, grad = gckernels.EFSignSGD(block=1024), torch.randn(2**19)
-payload = torch.zeros(compressor.payload_nbytes(2**19), dtype=torch.uint8)
-compressor.encode(grad, None, payload)
-want, child = payload.clone(), os.fork()
-payload.zero_()
-compressor.encode(grad, None, payload)
-assert torch.equal(payload, want)
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-os._exit(0)
-"""
+def encode_in_parent_and_child() -> int:
+    """Encode in this process, then here and in a forked child; returns the exit code of the child."""
+    torch.set_num_threads(1)  # its own threads are not usable in a child
+    gckernels.set_num_threads(2)
+    compressor, grad = gckernels.EFSignSGD(block=1024), torch.randn(2**19)
+    payload = torch.zeros(compressor.payload_nbytes(2**19), dtype=torch.uint8)
+    compressor.encode(grad, None, payload)
+    want, child = payload.clone(), os.fork()
+    payload.zero_()
+    compressor.encode(grad, None, payload)
+    is_same = torch.equal(payload, want)
+    if child == 0:
+        os._exit(0 if is_same else 1)
+    assert is_same
+    threads._threads().shutdown()  # no thread may be left in a rank
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 def test_a_forked_child_gets_threads_of_its_own():
-    process = subprocess.Popen([sys.executable, "-c", FORK], start_new_session=True)
-    try:
-        assert process.wait(timeout=60) == 0
-    finally:
-        if process.returncode is None:  # the child may hang as well
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    """A child that hangs is killed with its rank."""
+    assert values_of(run_ranks(1, encode_in_parent_and_child, fresh=True, exits=False, timeout_s=60)) == [0]

@@ -1,10 +1,9 @@
-"""The command starts in two ways, finds its verbs, and refuses what is wrong in one line."""
+"""The command finds its verbs, and refuses what is wrong in one line."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 
@@ -15,17 +14,6 @@ from gckernels.planner import commands
 from gckernels.planner.commands import dispatch
 from gckernels.planner.commands.common.files import add_outputs
 from gckernels.planner.commands.common.outcome import Exit, Outcome, bad_data
-
-
-def run_module(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "gckernels", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-        env=os.environ | environment,
-    )
 
 
 @pytest.fixture
@@ -53,11 +41,6 @@ def test_the_version(capsys):
         commands.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"gckernels {gckernels.__version__}\n"
-
-
-def test_it_runs_as_a_module():
-    ran = run_module("--version")
-    assert (ran.returncode, ran.stdout) == (0, f"gckernels {gckernels.__version__}\n"), ran.stderr
 
 
 def test_help_lists_every_verb(capsys):
