@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from gckernels.sync.plans.numbers import duration, percent, three_digits
 from gckernels.sync.programs.steps import AllGather, AllReduce, Level, Place
 
 from ..machines.curves import CodecModel, CollectiveCurve
-from ..machines.files import profile_to_json
 from ..machines.machine import MachineError, has_prices
 from ..machines.profile import Profile
 from ..profiling import measure
@@ -81,7 +79,6 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
-    record = profile_to_json(profile)
     notes, code = [f"doubtful: {each}" for each in profile.doubtful], Exit.BAD_DATA
     if profile.refused:
         notes.append(f"plans do not use {', '.join(profile.refused)}; {_AGAIN}")
@@ -90,7 +87,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         notes.append(f"{lacks}; {_AGAIN} or with more --seconds")
     else:
         code = Exit.OK
-    return Outcome(summary(profile), record, {given.output: json.dumps(record, indent=1) + "\n"}, notes, code)
+    return Outcome(summary(profile), profile.to_json(), {given.output: profile.to_text()}, notes, code)
 
 
 def _has_what_every_plan_needs(profile: Profile) -> bool:

@@ -18,14 +18,10 @@ from gckernels.sync.plans.json_records import read_record, written
 
 from .description import Description
 from .machine import Machine, MachineError, Overheads
-from .profile import MEASURE_AGAIN, Profile
+from .profile import MEASURE_AGAIN, PROFILE_FORMAT, VERSION, Profile
 
 DESCRIPTION_FORMAT = "gckernels machine"
 """The ``"format"`` of files with descriptions."""
-PROFILE_FORMAT = "gckernels profile"
-"""The ``"format"`` of files with measured profiles."""
-VERSION = 1
-"""The ``"version"`` of both formats."""
 
 _KEYS = ("name", "about", "topology", "device", "host", "links", "overheads", "codecs", "copies", "sources")
 """The keys of descriptions in the order of files."""
@@ -93,13 +89,8 @@ def machine_from_text(text: str | bytes, file: str) -> Machine:
     return read(document)
 
 
-def profile_to_json(profile: Profile) -> dict[str, Any]:
-    """A profile as a dict of JSON values."""
-    return {"format": PROFILE_FORMAT, "version": VERSION} | written(profile)
-
-
 def profile_from_json(record: Any) -> Profile:
-    """The profile that :func:`profile_to_json` has written.
+    """The profile that :meth:`Profile.to_json` has written.
 
     Args:
         record: the JSON value, or its entry in a file.

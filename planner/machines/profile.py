@@ -7,14 +7,19 @@ put together from others, are noted in :attr:`Profile.assumptions`.
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from gckernels.compressor import Compressor
 from gckernels.ops import PowerSGD
+from gckernels.sync.plans.json_files import write_whole
+from gckernels.sync.plans.json_records import written
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import AllGather, AllToAll, Hop, Level, Place
 from gckernels.sync.programs.topology import Topology
@@ -34,6 +39,10 @@ Measured = CollectiveCurve | CodecModel | CopyCurve
 
 _TAKEN = ("collective", "exchange", "codec")
 _EXCHANGES = tuple(each.__name__ for each in (AllGather, AllToAll, Hop))
+PROFILE_FORMAT = "gckernels profile"
+"""The ``"format"`` of files with profiles."""
+VERSION = 1
+"""The ``"version"`` of files of machines."""
 MEASURE_AGAIN = "measure again with gckernels profile, with nothing else running"
 
 
@@ -107,6 +116,25 @@ class Profile:
             raise MachineError(f"profile: computes_on must be cores or device, got {self.computes_on.value!r}")
         if wrong := {*self.taken} - {*_TAKEN}:
             raise MachineError(f"profile: taken must have numbers for {', '.join(_TAKEN)}, got {', '.join(wrong)}")
+
+    # ---------------------------------------------------------------- files
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as a dict of JSON values."""
+        return {"format": PROFILE_FORMAT, "version": VERSION} | written(self)
+
+    def to_text(self) -> str:
+        """The text of the profile's file."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile to a file, which :func:`~gckernels.planner.machines.files.load_machine` and the
+        commands read. The file never holds a part of a profile.
+
+        Raises:
+            OSError: the file cannot be written. If there was one, it is as it was.
+        """
+        write_whole(path, self.to_text())
 
     # ---------------------------------------------------------------- the machine
 

@@ -23,7 +23,7 @@ from gckernels.sync.plans.arguments import as_method, as_topology
 from gckernels.sync.programs.topology import Topology
 from gckernels.sync.resources.memory_spaces import Places
 
-from ..machines.files import profile_from_json, profile_to_json
+from ..machines.files import profile_from_json
 from ..machines.machine import Shared
 from ..machines.profile import Profile, Stamp
 from .measurements.collectives import connect
@@ -149,7 +149,7 @@ def measure_profile(
         stamp=stamp,
         memory_nbytes=memory_nbytes,
     )
-    return profile_from_json(json.loads(ranks.first_text(json.dumps(profile_to_json(made)))))  # the profile of rank 0
+    return profile_from_json(json.loads(ranks.first_text(json.dumps(made.to_json()))))  # the profile of rank 0
 
 
 def _methods(given: Iterable[Compressor | str] | None) -> list[Compressor]:

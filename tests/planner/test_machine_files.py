@@ -21,7 +21,6 @@ from gckernels.planner.machines.files import (
     load_machine,
     machine_from_text,
     machine_names,
-    profile_to_json,
 )
 from gckernels.planner.machines.machine import MachineError, Overheads, Shared
 from gckernels.planner.machines.profile import Profile, Stamp
@@ -292,9 +291,9 @@ PROFILE = Profile(
 
 def test_a_profile_is_read_and_its_errors_name_the_file(tmp_path):
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile_to_json(PROFILE)))
+    PROFILE.save(path)
     assert load_machine(path) == PROFILE
-    path.write_text(json.dumps(profile_to_json(PROFILE) | {"cores": -1}))
+    path.write_text(json.dumps(PROFILE.to_json() | {"cores": -1}))
     with pytest.raises(MachineError, match=r"profile\.json: cores must be .*got -1"):
         load_machine(path)
 
@@ -306,7 +305,7 @@ def test_damaged_files_raise_machine_errors_alone(kind):
     records = {
         "of devices": RECORD,
         "of hosts": description_to_json(description("lab")),
-        "profile": profile_to_json(PROFILE),
+        "profile": PROFILE.to_json(),
     }
     whole = json.dumps(records[kind])
     refused = 0

@@ -13,7 +13,7 @@ import torch
 
 import gckernels
 from gckernels.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
-from gckernels.planner.machines.files import profile_from_json, profile_to_json
+from gckernels.planner.machines.files import profile_from_json
 from gckernels.planner.machines.machine import MachineError, Overheads, Shared
 from gckernels.planner.machines.profile import MIN_MARGIN, Profile, Stamp
 from gckernels.planner.timeline.pricing import Pricer, Units
@@ -261,13 +261,13 @@ def test_curves_that_are_none_are_refused(points):
 
 
 def test_profiles_survive_json():
-    again = profile_from_json(json.loads(json.dumps(profile_to_json(PROFILE))))
+    again = profile_from_json(json.loads(json.dumps(PROFILE.to_json())))
     assert again == PROFILE
     assert again.collective("AllGather", Level.FLAT, Place.DEVICE, np.array([1e6])).alone_s == priced(1e6)[0]
 
 
 def damaged(change: Any) -> Any:
-    record = copy.deepcopy(profile_to_json(PROFILE))
+    record = copy.deepcopy(PROFILE.to_json())
     change(record)
     return record
 

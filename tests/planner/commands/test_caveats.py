@@ -15,7 +15,7 @@ from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_
 from gckernels.planner.choice import POLICIES
 from gckernels.planner.commands.common.caveats import slips_of_machine
 from gckernels.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
-from gckernels.planner.machines.files import load_machine, machine_names, profile_to_json
+from gckernels.planner.machines.files import load_machine, machine_names
 from gckernels.planner.machines.machine import Overheads, Shared
 from gckernels.planner.machines.profile import Profile, Stamp
 from gckernels.sync import Topology
@@ -55,7 +55,7 @@ def write_profile(folder, *specs, worse=(), stamp=STAMP):
         stamp=stamp,
     )
     path = Path(folder) / "machine.json"
-    path.write_text(json.dumps(profile_to_json(profile)))
+    profile.save(path)
     return str(path)
 
 

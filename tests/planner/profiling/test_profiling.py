@@ -15,7 +15,7 @@ import torch.distributed as dist
 import gckernels
 from gckernels.planner import profile
 from gckernels.planner.commands.profile import summary
-from gckernels.planner.machines.files import profile_from_json, profile_to_json
+from gckernels.planner.machines.files import profile_from_json
 from gckernels.planner.profiling import parts as profile_parts
 from gckernels.planner.profiling.measure import _methods, measure_profile
 from gckernels.planner.profiling.measurements.codecs import Case, cases_of
@@ -60,7 +60,7 @@ def measured(world_size: int, machines: int, seconds: float, tick_s: float) -> t
         lambda share, name: parts.append(name),
         clock,
     )
-    return json.dumps(profile_to_json(found)), parts
+    return json.dumps(found.to_json()), parts
 
 
 def test_all_ranks_get_the_same_profile_of_everything():
