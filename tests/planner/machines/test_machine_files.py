@@ -217,7 +217,7 @@ def test_repeated_keys_are_refused():
 
 
 def test_the_documented_example_has_every_key_and_is_valid():
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "machines.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "machines.md").read_text()
     (example,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     machine = machine_from_text(example, "the page")
     assert isinstance(machine, Description) and not machine.codecs.keys() - {"EFSignSGD"}

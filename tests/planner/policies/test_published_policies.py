@@ -91,7 +91,7 @@ def test_compressors_that_cannot_go_around_a_ring_are_planned(name):
 
 
 def test_all_policies_are_documented():
-    page = Path(__file__).parents[2].joinpath("docs/reference/policies.md").read_text()
+    page = Path(__file__).parents[3].joinpath("docs/reference/policies.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*POLICIES]
 
 
