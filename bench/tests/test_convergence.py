@@ -27,7 +27,8 @@ def accuracy(spec: str, seed: int) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_compressor_reaches_the_accuracy_of_no_compression():
-    from bench.training.recipes import PLAIN, SEEDS, margin_of, worse_by
+    from bench.training.margins import margin_of, worse_by
+    from bench.training.recipes import PLAIN, SEEDS
 
     specs = [PLAIN, *sorted(gckernels.COMPRESSORS)]
     means = {spec: statistics.fmean(accuracy(spec, seed) for seed in SEEDS) for spec in specs}

@@ -31,17 +31,8 @@ from bench.lib.program import launch_ranks, program_parser
 from bench.lib.record import csv_path, merge_csv, read_csv
 from bench.lib.rounds import markdown_of_cells
 from bench.training import fashion_mnist
-from bench.training.recipes import (
-    MARGIN_EXCEPTIONS,
-    MODELS,
-    PLAIN,
-    RECIPES,
-    SEEDS,
-    SHORT,
-    margin_of,
-    train_once,
-    worse_by,
-)
+from bench.training.margins import MARGIN_EXCEPTIONS, margin_of, worse_by
+from bench.training.recipes import MODELS, PLAIN, RECIPES, SEEDS, SHORT, train_once
 from examples import common
 
 NAME = "convergence"

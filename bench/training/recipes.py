@@ -1,7 +1,7 @@
-"""Models, training recipes and margins by which compressors are judged.
+"""Models and training recipes by which compressors are judged.
 
 :func:`train_once` trains one model on all ranks, with one compressor or with plain DDP. ``convergence.py`` and
-``make test-slow`` both call it and both judge the result by :func:`margin_of`.
+``make test-slow`` both call it, and judge the result by ``margins.py``.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ _SIGN = (
 _COARSE = Recipe(
     exact=0.1, reason="the first tenth of the steps is sent exactly: residuals lag when gradients change fastest"
 )
-_SPARSIFIERS = ("TopK", "MSTopK", "GradDrop", "Threshold", "ChunkTopK", "RandomK", "DGC")
+SPARSIFIERS = ("TopK", "MSTopK", "GradDrop", "Threshold", "ChunkTopK", "RandomK", "DGC")
 RECIPES: dict[str, Recipe] = {
     **dict.fromkeys(("OneBit", "EFSignSGD", "TBQ", "PowerSGD"), _COARSE),
-    **dict.fromkeys(_SPARSIFIERS, _COARSE),
+    **dict.fromkeys(SPARSIFIERS, _COARSE),
     "RandomK": Recipe(
         sgd_lr=0.5,
         exact=0.1,
@@ -119,10 +119,11 @@ RECIPES: dict[str, Recipe] = {
 
 def recipe_of(spec: str) -> Recipe:
     """The recipe of a compressor's class; the default recipe for ``"none"``."""
-    return RECIPES.get(_class_name(spec), Recipe())
+    return RECIPES.get(class_name(spec), Recipe())
 
 
-def _class_name(spec: str) -> str:
+def class_name(spec: str) -> str:
+    """The name of a compressor's class, or ``"none"``."""
     return PLAIN if spec == PLAIN else gckernels.from_spec(spec).name
 
 
@@ -237,62 +238,6 @@ MODELS = {
 
 SHORT = tuple(name for name in MODELS if name != "fashion_mnist_long")
 """Default models of a sweep. The other one shows whether compressors that are slow in three epochs catch up in ten."""
-
-
-# -------------------------------------------------------------------- margins
-
-# (model, class name) -> (margin in the metric's unit, reason), in place of the model's own margin.
-_FEEDBACK_UNDER_ADAM = (
-    "with error feedback, elements of a block arrive with the same magnitude, spread over steps; Adam then adapts "
-    "less to single parameters and advances more slowly on this model, which is compared long before its plateau"
-)
-_FEEDBACK_IN_A_HURRY = (
-    "three epochs at the learning rate that is best for plain SGD: values in residuals arrive late, which matters most "
-    "in short trainings; after ten epochs, fashion_mnist_long, it keeps the model's own margin"
-)
-_RANDOM = "the largest elements wait as long as the smallest; it is meant for programs that need summable payloads"
-MARGIN_EXCEPTIONS: dict[tuple[str, str], tuple[float, str]] = {
-    ("fashion_mnist", "OneBit"): (0.015, _FEEDBACK_IN_A_HURRY),
-    ("fashion_mnist", "EFSignSGD"): (0.025, _FEEDBACK_IN_A_HURRY),
-    ("fashion_mnist", "TBQ"): (0.025, _FEEDBACK_IN_A_HURRY),
-    **{("fashion_mnist", name): (0.015, _FEEDBACK_IN_A_HURRY) for name in ("TopK", "MSTopK", "GradDrop", "Threshold")},
-    ("fashion_mnist", "DGC"): (0.012, _FEEDBACK_IN_A_HURRY),
-    ("fashion_mnist", "RandomK"): (0.035, _RANDOM),
-    ("fashion_mnist_long", "RandomK"): (0.015, _RANDOM),
-    ("fashion_mnist", "TernGrad"): (0.012, "the variance of three levels, in the same three epochs"),
-    ("fashion_mnist", "SignSGD"): (
-        0.045,
-        "the sign of one batch's gradient is mostly noise; SigNUM's momentum reduces it",
-    ),
-    ("bytes_lm", "OneBit"): (0.3, _FEEDBACK_UNDER_ADAM),
-    ("bytes_lm", "EFSignSGD"): (0.3, _FEEDBACK_UNDER_ADAM),
-    ("bytes_lm", "TBQ"): (0.8, _FEEDBACK_UNDER_ADAM),
-    **{("bytes_lm", name): (0.6, _FEEDBACK_UNDER_ADAM) for name in _SPARSIFIERS},
-    ("bytes_lm", "PowerSGD"): (
-        0.3,
-        "each step sends four directions of each matrix, the others later; as with other residuals",
-    ),
-    ("bytes_lm", "SignSGD"): (0.12, "AdamW sees signs, and adapts to how steady they are, not to magnitudes"),
-    ("bytes_lm", "SigNUM"): (0.3, "it is an optimizer itself and, on this model, not quite as good as AdamW"),
-}
-
-
-def margin_of(model_name: str, spec: str, num_seeds: int) -> float:
-    """The margin: how much worse than plain DDP the mean over ``num_seeds`` runs may be, in the metric's unit.
-
-    It is three standard errors of the difference of two such means. All runs share one test set; samples that all runs
-    get right, or wrong, cancel in the difference. Runs differ at most as much as with independent test sets, so they
-    count as independent: the standard error of one run, times sqrt(2 / num_seeds).
-    """
-    exception = MARGIN_EXCEPTIONS.get((model_name, _class_name(spec)))
-    if exception is not None:
-        return exception[0]
-    return 3 * MODELS[model_name].standard_error * math.sqrt(2 / num_seeds)
-
-
-def worse_by(model_name: str, value: float, plain: float) -> float:
-    """How much worse ``value`` is than ``plain``, that of plain DDP, in the metric's unit; negative if better."""
-    return plain - value if MODELS[model_name].higher_is_better else value - plain
 
 
 # -------------------------------------------------------------------- training
