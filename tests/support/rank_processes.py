@@ -38,6 +38,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
     import gckernels.sync.attaching.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
+    _let_loops_yield()
     assert threading.active_count() == 1
     gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
     gc.enable()
@@ -66,6 +67,24 @@ def _fork_on_demand(questions: socket.socket) -> None:
                     os.killpg(pid, signal.SIGKILL)  # processes that it has left; its id cannot be reused before waitpid
                 answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         questions.sendall(ANSWER.pack(answer))
+
+
+def _let_loops_yield() -> None:
+    """Give the loops of Gloo's groups a low priority: a loop spins while a message waits for its receiver, which may
+    need the core."""
+    from torch.distributed import distributed_c10d
+
+    make_group = distributed_c10d._new_process_group_helper
+
+    def make_yielding_group(*args: Any, **named: Any) -> Any:
+        group = make_group(*args, **named)
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                if (thread / "comm").read_text().startswith("gloo"):
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)
+        return group
+
+    distributed_c10d._new_process_group_helper = make_yielding_group
 
 
 # -------------------------------------------------------------------- a rank's process
