@@ -40,9 +40,15 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
             yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
-def imported(name: str, path: Path) -> Iterator[str]:
+@functools.cache
+def imported(name: str, path: Path) -> tuple[str, ...]:
     """The dotted names of everything that a module imports, including imports inside functions, those for
     types, and those by ``importlib``, but for :data:`UPWARDS`."""
+    return (*imports_of(name, path), *(asked_for(name, path) if name not in UPWARDS else ()))
+
+
+def imports_of(name: str, path: Path) -> Iterator[str]:
+    """The dotted names in the import statements of a module."""
     package = package_of(name, path)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -51,13 +57,12 @@ def imported(name: str, path: Path) -> Iterator[str]:
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             yield from (f"{module}.{alias.name}" for alias in node.names)
-    if name not in UPWARDS:
-        yield from asked_for(name, path)
 
 
 def asked_for(name: str, path: Path) -> Iterator[str]:
     """The dotted names of modules that a module imports by ``importlib``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    source = path.read_text()
+    for node in ast.walk(ast.parse(source)) if "importlib.import_module" in source else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
             match node.args:
                 case [ast.Constant(str(relative)), ast.Name("__package__")]:

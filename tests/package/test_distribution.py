@@ -101,6 +101,7 @@ def test_tests_run_from_the_source_distribution(archives, tmp_path):
     _run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, cwd=unpacked)
 
 
+@pytest.mark.slow
 def test_a_module_that_was_renamed_is_not_installed_again(archives, checkout, tmp_path):
     """Two installations from one checkout: the second has no module that only the first one found."""
     modules = checkout / "gckernels"

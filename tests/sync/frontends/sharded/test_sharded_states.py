@@ -158,7 +158,7 @@ def in_turns(name: str, first: torch.Tensor, second: torch.Tensor, ranks: int) -
         pytest.param(("hsdp", 4), ("hsdp", 4), QUANT, marks=SLOW),
         pytest.param((MACHINES, 4), (MACHINES, 4), QUANT, marks=SLOW),
         ((MACHINES, 4), ("hsdp", 4), QUANT),
-        (("fsdp", 3), (MACHINES, 4), QUANT),
+        pytest.param(("fsdp", 3), (MACHINES, 4), QUANT, marks=SLOW),
         pytest.param((MACHINES, 6), (None, 2), QUANT, marks=SLOW),
     ],
 )
