@@ -63,17 +63,15 @@ def steps_table(path: Path = PATH, only: Collection[Where] = ()) -> str:
 
 
 def choices_table(path: Path = PATH) -> str:
-    """A line for every choice: the plan, how far the predicted step is from the measured one, and what it took."""
-    head = ["", "rule", "chosen", "prediction", "attaching", "steps", "longest pause"]
+    """A line for every choice: the plan, after how many steps it was chosen, and what that took."""
+    head = ["", "rule", "chosen", "stands after", "attaching", "longest pause"]
     lines = []
     for where, arms in _cells(read_csv(path)):
         for accuracy in (SAFE, AGGRESSIVE):
-            if (row := arms.get(f"auto, {accuracy}")) is None:
-                continue
-            off = f"{float(row['predicted_s']) / float(row['median_s']) - 1:+.0%}" if row["predicted_s"] else ""
-            attach, pause = (short_time(row[name]) if row[name] else "" for name in ("attach_s", "pause_s"))
-            cells = [_name(where), accuracy, row["chosen"], off, attach, row["tuning_steps"], pause]
-            lines.append(dict(zip(head, cells, strict=True)))
+            if (row := arms.get(f"auto, {accuracy}")) is not None:
+                attach, pause = (short_time(row[name]) for name in ("attach_s", "pause_s"))
+                cells = [_name(where), accuracy, row["chosen"], _stands_after(row), attach, pause]
+                lines.append(dict(zip(head, cells, strict=True)))
     return markdown(lines, head)
 
 
@@ -93,10 +91,15 @@ def race_table(path: Path = RACE) -> str:
             _ratio(arms, "BlockQuant(bits=4)"),
         ]
         for arm in (f"race, {SAFE}", f"auto, {SAFE}"):
-            cells += [f"**{_ratio(arms, arm)}**", arms[arm]["decision"].partition(":")[0].removeprefix("step ")]
+            cells += [f"**{_ratio(arms, arm)}**", _stands_after(arms[arm])]
         cells += [short_time(arms[f"auto, {SAFE}"]["attach_s"]), arms[f"auto, {SAFE}"]["chosen"]]
         lines.append(cells)
     return markdown_of_cells(head, lines)
+
+
+def _stands_after(row: StepRow) -> str:
+    """The number of steps after which the last decision was made."""
+    return row["decision"].partition(":")[0].removeprefix("step ")
 
 
 def _best_of(arms: Mapping[str, StepRow], arm: str) -> str:
