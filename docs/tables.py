@@ -123,7 +123,7 @@ def pages() -> dict[Path, str]:
         ),
         measured / "steps.md": _with_part(measured / "steps.md", "\n\n".join(step_tables.all_tables())),
         measured / "auto.md": _with_part(
-            measured / "auto.md", auto_tables.steps_table(), auto_tables.race_table(), auto_tables.choices_table()
+            measured / "auto.md", auto_tables.steps_table(), auto_tables.choices_table(), auto_tables.race_table()
         ),
         measured / "accuracy.md": _with_part(
             measured / "accuracy.md",

@@ -27,7 +27,6 @@ FEW = (
     ("2", "transformer_1m", "none"),
     ("2", "convnet", "200mbit"),
     ("2", "embedding", "200mbit"),
-    ("2", "transformer_10m", "50mbit"),
     ("2", "transformer_10m", "200mbit"),
     ("4", "transformer_1m", "200mbit"),
 )
