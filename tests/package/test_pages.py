@@ -35,7 +35,8 @@ def test_code_runs(page, tmp_path):
         name = f"{page.stem}_{number}"
         path = tmp_path / f"{name}.py"
         path.write_text(program.source)
-        values_of(run_ranks(program.ranks, run_program, name, str(path), str(tmp_path), fresh=True, exits=False))
+        keeps = bool(program.package)  # a trainer keeps settings in its process
+        values_of(run_ranks(program.ranks, run_program, name, str(path), str(tmp_path), fresh=keeps, exits=False))
     if missing:
         pytest.skip(f"the rest has run; some examples need the extras {', '.join(sorted(missing))}")
 

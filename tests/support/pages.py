@@ -16,10 +16,12 @@ imported only if its page imports them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-import os
+import logging
 import re
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,8 +65,13 @@ def programs(page: Path) -> list[Program]:
 
 def run_program(name: str, path: str, folder: str) -> None:
     """Import a program as the module ``name``: Triton reads the source of kernels from a file. Runs in a rank."""
-    os.chdir(folder)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+    handlers, level = list(logging.root.handlers), logging.root.level
+    with contextlib.chdir(folder), warnings.catch_warnings():
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        finally:  # other programs run in this process later
+            logging.root.handlers[:] = handlers
+            logging.root.setLevel(level)

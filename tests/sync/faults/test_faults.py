@@ -104,7 +104,7 @@ _FAULTS = {
         (3, "killed", 0, "allgather", "hook"),  # in the first step, which is not compressed
         pytest.param(3, "killed", 3, "alltoall", "hook", marks=SLOW),
         pytest.param(2, "stopped", 4, "allgather", "hook", marks=SLOW),  # as long as the group's timeout
-        (3, "stopped", 3, "alltoall", "hook"),
+        pytest.param(3, "stopped", 3, "alltoall", "hook", marks=SLOW),
         pytest.param(2, "asleep", 0, "alltoall", "hook", marks=SLOW),
         pytest.param(2, "leaves", 3, "allgather", "hook", marks=SLOW),
         pytest.param(3, "leaves", 4, "alltoall", "hook", marks=SLOW),

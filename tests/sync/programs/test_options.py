@@ -284,12 +284,12 @@ def test_levels_that_are_no_powers_of_two(topology, stride):
 @pytest.mark.parametrize(
     ("topology", "level"),
     [
-        (Topology(2), Level.FLAT),
+        pytest.param(Topology(2), Level.FLAT, marks=SLOW),
         (Topology(3), Level.FLAT),
         pytest.param(Topology(5), Level.FLAT, marks=SLOW),
         pytest.param(Topology(10), Level.FLAT, marks=SLOW),  # more phases than there are communicators
         (TWO_BY_TWO, Level.INTER),
-        (Topology(3, 2), Level.INTER),
+        pytest.param(Topology(3, 2), Level.INTER, marks=SLOW),
     ],
 )
 def test_the_ring_gives_the_mean(topology, level):

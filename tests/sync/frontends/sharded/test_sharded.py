@@ -115,7 +115,7 @@ def compressed(specs: tuple[str, ...], form: str) -> dict[str, tuple[str, float,
     return found
 
 
-@pytest.mark.parametrize("form", ["hsdp", "replicate"])
+@pytest.mark.parametrize("form", ["hsdp", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_replicas_stay_equal_bit_for_bit(form):
     specs = ("BlockQuant(bits=4)", "PowerSGD", "QSGD") if form == "hsdp" else (*CODECS, "PowerSGD")
     ranks = values_of(run_ranks(4, compressed, specs, form))
