@@ -294,8 +294,8 @@ class UpdatesFrontend(ModelFrontend):
 
     def _existing(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The values of some parameters, as far as these still exist."""
-        found = {name: self._members.references[name]() for name in names}
-        return {name: values_of(each) for name, each in found.items() if each is not None}
+        existing = self._members.existing()
+        return {name: values_of(existing[name]) for name in names if name in existing}
 
     def _arrive(self, arriving: Arrival) -> None:
         """Move the anchors of a fragment by its means, and replace the parameters by them. Steps since the fragment was
