@@ -1,4 +1,4 @@
-"""The command finds its verbs, and refuses what is wrong in one line."""
+"""The command starts in two ways, finds its verbs, and refuses what is wrong in one line."""
 
 from __future__ import annotations
 
@@ -153,3 +153,10 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly():
     ran = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=200)
     head, code = ran.stdout.splitlines()
     assert head.startswith("compressor ") and (code, ran.stderr) == ("0", "")
+
+
+@pytest.mark.slow
+def test_it_runs_as_a_module():
+    command = [sys.executable, "-m", "gckernels", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert (ran.returncode, ran.stdout) == (0, f"gckernels {gckernels.__version__}\n"), ran.stderr
