@@ -88,7 +88,6 @@ def pytest_collection_finish() -> None:
     """Exempt what exists before the first test from garbage collection, hundreds of thousands of objects, and collect
     less often."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
 

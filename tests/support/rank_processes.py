@@ -22,6 +22,8 @@ from typing import Any
 from ranks import ANSWER, FORK, QUESTION, RUNNING, Outcome
 
 _CHECKOUT = Path(__file__).parents[2]
+_THREADS = "/proc/self/task"
+_devices: list[Any] = []  # the device of Gloo in a running call, which has a loop
 
 # -------------------------------------------------------------------- the template's process
 
@@ -38,7 +40,7 @@ def _fork_on_demand(questions: socket.socket) -> None:
     import gckernels.sync.attaching.checkpoint  # noqa: F401
 
     torch.set_num_threads(1)
-    _let_loops_yield()
+    _share_loops()
     assert threading.active_count() == 1
     gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
     gc.enable()
@@ -69,22 +71,28 @@ def _fork_on_demand(questions: socket.socket) -> None:
         questions.sendall(ANSWER.pack(answer))
 
 
-def _let_loops_yield() -> None:
-    """Give the loops of Gloo's groups a low priority: a loop spins while a message waits for its receiver, which may
-    need the core."""
-    from torch.distributed import distributed_c10d
+def _share_loops() -> None:
+    """Let all groups of Gloo in a process share a loop, a thread of low priority.
 
-    make_group = distributed_c10d._new_process_group_helper
+    A loop wakes a hundred times a second, and spins while a message waits for its receiver, which may need the core.
+    """
+    from torch.distributed import ProcessGroupGloo
 
-    def make_yielding_group(*args: Any, **named: Any) -> Any:
-        group = make_group(*args, **named)
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-                if (thread / "comm").read_text().startswith("gloo"):
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 10)
-        return group
+    make = ProcessGroupGloo.__init__
 
-    distributed_c10d._new_process_group_helper = make_yielding_group
+    def make_with_shared_loop(
+        group: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: datetime.timedelta
+    ) -> None:
+        if not _devices:
+            threads = set(os.listdir(_THREADS))
+            _devices.append(ProcessGroupGloo.create_default_device())
+            for thread in set(os.listdir(_THREADS)) - threads:
+                os.setpriority(os.PRIO_PROCESS, int(thread), 19)
+        options = ProcessGroupGloo._Options()
+        options._timeout, options._devices = timeout, _devices
+        make(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = make_with_shared_loop  # type: ignore[method-assign]
 
 
 # -------------------------------------------------------------------- a rank's process
@@ -148,6 +156,7 @@ def _call(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            _devices.clear()
         left = [thread.name for thread in threading.enumerate() if thread not in before]
         if left:
             return Outcome(error_type="ThreadsLeft", error_text=", ".join(left))
