@@ -134,13 +134,12 @@ def _confirmed(find: Callable[[], Iterator[str]]) -> str | None:
 def _ddp_models() -> list[DistributedDataParallel]:
     """All DDP models of this process that have no attachment.
 
-    DDP keeps no list of its models, and a wrapped module does not refer to its wrapper, so the objects of the garbage
-    collector are searched.
+    DDP keeps no list of its models, and a wrapped module does not refer to its wrapper. So the garbage collector is
+    asked for what refers to DDP's classes: every object refers to its own.
     """
     classes = _with_subclasses(DistributedDataParallel)
-    # A set, as DDP's metaclass makes issubclass() slow, for hundreds of thousands of objects; type(), as isinstance()
-    # reads __class__ of all of them. A model in construction has no reducer yet.
-    every = [each for each in gc.get_objects() if type(each) in classes]
+    # type(), as isinstance() reads __class__ of all of them. A model in construction has no reducer yet.
+    every = [each for each in gc.get_referrers(*classes) if type(each) in classes]
     return [each for each in every if hasattr(each, "reducer") and each not in attached]
 
 

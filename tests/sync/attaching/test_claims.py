@@ -174,6 +174,10 @@ def ddp(module: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(module)
 
 
+class Subclass(DistributedDataParallel):
+    pass
+
+
 def ours(module: nn.Module) -> Attachment:
     return attach(module, Identity())
 
@@ -204,6 +208,7 @@ TWICE: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any], s
         WRAPPED.format("layers.2.weight"),
     ),
     "DDP and an attachment to a part": (ddp, lambda module: ours(module.layers[2]), WRAPPED.format("weight")),
+    "a subclass of DDP and an attachment": (Subclass, ours, WRAPPED.format("layers.0.weight")),
 }
 
 
