@@ -26,6 +26,7 @@ import triton
 
 import gckernels
 import interpreter
+import ranks
 from cases import seed_everything
 from helpers import KERNEL, POISON_BYTE
 
@@ -61,6 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests of the host path must not run the reference instead, unless this machine has no compiler
     fallback = "gckernels. the CPU path runs in eager torch, .* because (?!there is no C compiler)"
     config.addinivalue_line("filterwarnings", f"error:{fallback}")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        ranks.start_template()  # one for all of these processes, which it does not wait for
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-
 # without a GPU, torch.manual_seed formats the caller's stack once for each kind of device that is missing
 _seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 

@@ -6,9 +6,11 @@ import contextlib
 import datetime
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -28,47 +30,64 @@ _devices: list[Any] = []  # the device of Gloo in a running call, which has a lo
 # -------------------------------------------------------------------- the template's process
 
 
-def _fork_on_demand(questions: socket.socket) -> None:
-    """Answer the test's process until it is gone; in a rank's process, return when its work is done."""
+def _fork_on_demand(listener: socket.socket) -> None:
+    """Answer the tests' processes until the process that started the template is gone; in a rank's process, return when
+    its work is done."""
+    _prepare()
+    tests: list[socket.socket] = []
+    while True:
+        for ready in select.select([sys.stdin, listener, *tests], [], [])[0]:
+            if ready is sys.stdin:
+                return  # nobody writes there, so this is its end
+            if ready is listener:
+                tests.append(listener.accept()[0])
+                continue
+            message, fds, _, _ = socket.recv_fds(ready, QUESTION.size, 3)
+            if not message:
+                ready.close()
+                tests.remove(ready)
+                continue
+            question, pid = QUESTION.unpack(message)
+            if question == FORK:
+                answer = os.fork()
+                if answer == 0:
+                    for each in (listener, *tests):
+                        each.close()
+                    return _serve(*fds)
+                for fd in fds:
+                    os.close(fd)
+            else:
+                answer = _exit_code(pid)
+            ready.sendall(ANSWER.pack(answer))
+
+
+def _prepare() -> None:
+    """Import once what ranks need, and start no thread."""
     gc.disable()
-    import pytest  # noqa: F401  imported once for all ranks, like the modules below
     import torch
-    import torch._dynamo  # DDP imports it
-    import torch._dynamo.backends.debugging  # torch imports it where a test compiles, with hundreds of other modules
-    import torch.distributed
 
-    import gckernels.sync.attaching.checkpoint  # noqa: F401
-
+    # DDP imports Dynamo; torch imports the next two, with hundreds of others, where it compiles; the modules of tests
+    # import the package
+    for name in (
+        *("torch._dynamo", "torch._dynamo.backends.debugging", "torch._inductor.compile_fx", "torch.distributed.optim"),
+        *("audits", "fuzzed_trainings", "scaled_trainings", "sharded_models", "tunings", "workloads", "pytest"),
+    ):
+        importlib.import_module(name)
     torch.set_num_threads(1)
     _share_loops()
     assert threading.active_count() == 1
     gc.freeze()  # garbage collection in a rank need not visit imported modules, which would copy their memory
     gc.enable()
     gc.set_threshold(10_000, 20, 20)  # it is also done less often
-    while True:
-        message, fds, _, _ = socket.recv_fds(questions, QUESTION.size, 2)
-        if not message:
-            return
-        question, pid = QUESTION.unpack(message)
-        if question == FORK:
-            answer = os.fork()
-            if answer == 0:
-                os.setsid()  # a separate process group, which is killed as a whole
-                questions.close()
-                connection, log = fds
-                for stream in (1, 2):
-                    os.dup2(log, stream)
-                os.close(log)
-                return _serve(Connection(connection))
-            for fd in fds:
-                os.close(fd)
-        else:
-            answer = RUNNING
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # processes that it has left; its id cannot be reused before waitpid
-                answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        questions.sendall(ANSWER.pack(answer))
+
+
+def _exit_code(pid: int) -> int:
+    """The exit code of a rank that has ended, or ``RUNNING``."""
+    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        return RUNNING
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # processes that it has left; its id cannot be reused before waitpid
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _share_loops() -> None:
@@ -98,8 +117,14 @@ def _share_loops() -> None:
 # -------------------------------------------------------------------- a rank's process
 
 
-def _serve(connection: Connection) -> None:
+def _serve(stdin: int, calls: int, log: int) -> None:
     """Answer calls until one fails, one is the last (``stay`` is false), or the test closes the connection."""
+    os.setsid()  # a separate process group, which is killed as a whole
+    connection = Connection(calls)
+    for stream, fd in enumerate((stdin, log, log)):
+        os.dup2(fd, stream)
+    os.close(stdin)
+    os.close(log)
     threading.Thread(target=_exit_with_the_test, daemon=True).start()
     faulthandler.enable()
     while True:

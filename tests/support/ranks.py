@@ -2,10 +2,10 @@
 
 :func:`run_ranks` calls a function of a test file in every rank and reports how each rank ended. Importing torch takes
 seconds, so it is done once, in a *template* (:mod:`rank_processes`): a new interpreter that imports, starts no thread,
-and forks a process for every rank. Processes of a call in which all ended well wait in a pool for the next one. With
-``fresh=True`` processes are new and exit by themselves, for tests of how they end; or they are killed, which is
-quicker, because Python takes a third of a second to forget torch. A call always ends within its timeout and leaves no
-process running.
+and forks a process for every rank. Processes that run tests side by side share a template. The ranks of a call that
+ended well wait in a pool for the next one. With ``fresh=True`` ranks are new and exit by themselves, for tests of how
+they end; or they are killed, which is quicker, because Python takes a third of a second to forget torch. A call always
+ends within its timeout and leaves no process running.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import shutil
 import signal
 import socket
 import struct
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 START_S = 180.0  # limit for importing torch on a busy machine; not a part of any test's own timeout
+ADDRESS = "GCKERNELS_TESTS_TEMPLATE"  # the variable with the path of the template's socket
 _PROCESSES = Path(__file__).with_name("rank_processes.py")
 _OUTPUT_CHARS = 4000
 QUESTION, ANSWER = struct.Struct("<qq"), struct.Struct("<q")
@@ -161,7 +163,7 @@ class _Worker:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed in kill
         self._exit_code: int | None = None
         self._last_call = "its start"
-        self._pid = _template().ask(FORK, fds=[theirs.fileno(), self._log.fileno()])
+        self._pid = _template().fork(theirs.fileno(), self._log.fileno())
         theirs.close()
 
     def call(self, where: tuple[str, str | None, str], call: tuple[Any, ...], stay: bool) -> None:
@@ -192,7 +194,7 @@ class _Worker:
         while self._exit_code is None:
             if time.monotonic() >= deadline:
                 self._signal()
-            answer = _template().ask(END, self._pid)
+            answer = _template().exit_code_of(self._pid)
             if answer == RUNNING:
                 time.sleep(0.005)
             else:
@@ -210,24 +212,53 @@ class _Worker:
                 kill(self._pid, signal.SIGKILL)
 
 
-class _Template:
-    """The test's handle of the process that ranks are forked from."""
-
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(START_S)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        if any(name == "lo" for _, name in socket.if_nameindex()):
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        self._process = subprocess.Popen(
-            [sys.executable, str(_PROCESSES), str(theirs.fileno())],
-            stdin=subprocess.PIPE,  # end of file tells the template and all ranks that the test's process is gone
-            pass_fds=[theirs.fileno()],
+def start_template() -> None:
+    """Start the template of this process and of those that it starts from now on. It ends with this process."""
+    folder = tempfile.mkdtemp()
+    path = os.environ[ADDRESS] = str(Path(folder, "template"))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, str(_PROCESSES), str(listener.fileno())],
+            stdin=subprocess.PIPE,  # its end tells the template that this process is gone
+            pass_fds=[listener.fileno()],
             env=environment,
         )
-        theirs.close()
 
-    def ask(self, question: int, pid: int = 0, fds: Collection[int] = ()) -> int:
+    @atexit.register
+    def end_template() -> None:
+        close_pool()
+        process.kill()
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+        shutil.rmtree(folder)
+
+
+class _Template:
+    """The test's connection to the process that ranks are forked from."""
+
+    def __init__(self) -> None:
+        if ADDRESS not in os.environ:
+            start_template()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(START_S)
+        self._socket.connect(os.environ[ADDRESS])
+        self._stdin, self._open = os.pipe()  # end of file tells the ranks that the test's process is gone
+
+    def fork(self, *fds: int) -> int:
+        """The process id of a new rank, which gets these files."""
+        return self._ask(FORK, 0, [self._stdin, *fds])
+
+    def exit_code_of(self, pid: int) -> int:
+        """The exit code of a rank, whose processes are killed if any are left, or ``RUNNING``."""
+        return self._ask(END, pid)
+
+    def _ask(self, question: int, pid: int, fds: Collection[int] = ()) -> int:
         try:
             socket.send_fds(self._socket, [QUESTION.pack(question, pid)], list(fds))
             return ANSWER.unpack(self._socket.recv(ANSWER.size))[0]
@@ -236,11 +267,10 @@ class _Template:
             raise
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """Tell all ranks of this process to end."""
         self._socket.close()
+        os.close(self._stdin)
+        os.close(self._open)
         _templates.clear()
 
 
@@ -256,7 +286,7 @@ def _template() -> _Template:
 
 @atexit.register
 def close_pool() -> None:
-    """Kill the idle processes and the template."""
+    """Kill the idle processes."""
     while _idle:
         _idle.pop().kill()
     while _templates:
