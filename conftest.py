@@ -1,8 +1,10 @@
 """Settings of all tests: the interpreter switch, seeds, poisoned memory, hypothesis profiles."""
 
+import functools
 import gc
 import os
 import sys
+from typing import Any
 
 gc.disable()  # until all tests are imported and collected
 
@@ -62,8 +64,19 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests of the host path must not run the reference instead, unless this machine has no compiler
     fallback = "gckernels. the CPU path runs in eager torch, .* because (?!there is no C compiler)"
     config.addinivalue_line("filterwarnings", f"error:{fallback}")
-    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        ranks.start_template()  # one for all of these processes, which it does not wait for
+    if hasattr(config, "workerinput"):
+        ranks.use_template(config.workerinput["template"])
+
+
+@functools.cache
+def _template() -> str:
+    return ranks.start_template()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Let all test processes fork their ranks from one template, which imports while they collect."""
+    node.workerinput["template"] = _template()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import IO, Any
 
 START_S = 180.0  # limit for importing torch on a busy machine; not a part of any test's own timeout
-ADDRESS = "GCKERNELS_TESTS_TEMPLATE"  # the variable with the path of the template's socket
 _PROCESSES = Path(__file__).with_name("rank_processes.py")
 _OUTPUT_CHARS = 4000
 QUESTION, ANSWER = struct.Struct("<qq"), struct.Struct("<q")
@@ -212,10 +211,10 @@ class _Worker:
                 kill(self._pid, signal.SIGKILL)
 
 
-def start_template() -> None:
-    """Start the template of this process and of those that it starts from now on. It ends with this process."""
+def start_template() -> str:
+    """Start a template, which ends with this process, and return the path of its socket."""
     folder = tempfile.mkdtemp()
-    path = os.environ[ADDRESS] = str(Path(folder, "template"))
+    path = str(Path(folder, "template"))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -238,16 +237,23 @@ def start_template() -> None:
         process.stdin.close()
         shutil.rmtree(folder)
 
+    return path
+
+
+def use_template(path: str) -> None:
+    """Fork ranks from a template that another process has started."""
+    _paths[:] = [path]
+
 
 class _Template:
     """The test's connection to the process that ranks are forked from."""
 
     def __init__(self) -> None:
-        if ADDRESS not in os.environ:
-            start_template()
+        if not _paths:
+            use_template(start_template())
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(START_S)
-        self._socket.connect(os.environ[ADDRESS])
+        self._socket.connect(_paths[0])
         self._stdin, self._open = os.pipe()  # end of file tells the ranks that the test's process is gone
 
     def fork(self, *fds: int) -> int:
@@ -274,6 +280,7 @@ class _Template:
         _templates.clear()
 
 
+_paths: list[str] = []
 _templates: list[_Template] = []
 _idle: list[_Worker] = []
 
