@@ -1,6 +1,5 @@
 """Settings of all tests: the interpreter switch, seeds, poisoned memory, hypothesis profiles."""
 
-import functools
 import gc
 import os
 import sys
@@ -68,15 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
         ranks.use_template(config.workerinput["template"])
 
 
-@functools.cache
-def _template() -> str:
-    return ranks.start_template()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Let all test processes fork their ranks from one template, which imports while they collect."""
-    node.workerinput["template"] = _template()
+    node.workerinput["template"] = ranks.template_path()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

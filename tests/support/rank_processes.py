@@ -42,7 +42,10 @@ def _fork_on_demand(listener: socket.socket) -> None:
             if ready is listener:
                 tests.append(listener.accept()[0])
                 continue
-            message, fds, _, _ = socket.recv_fds(ready, QUESTION.size, 3)
+            try:
+                message, fds, _, _ = socket.recv_fds(ready, QUESTION.size, 3)
+            except ConnectionResetError:  # the process has ended without reading an answer
+                message, fds = b"", []
             if not message:
                 ready.close()
                 tests.remove(ready)
@@ -58,7 +61,8 @@ def _fork_on_demand(listener: socket.socket) -> None:
                     os.close(fd)
             else:
                 answer = _exit_code(pid)
-            ready.sendall(ANSWER.pack(answer))
+            with contextlib.suppress(BrokenPipeError):  # other processes still need the template
+                ready.sendall(ANSWER.pack(answer))
 
 
 def _prepare() -> None:

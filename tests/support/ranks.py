@@ -245,15 +245,20 @@ def use_template(path: str) -> None:
     _paths[:] = [path]
 
 
+def template_path() -> str:
+    """The path of the socket of this process's template, which is started if there is none."""
+    if not _paths:
+        use_template(start_template())
+    return _paths[0]
+
+
 class _Template:
     """The test's connection to the process that ranks are forked from."""
 
     def __init__(self) -> None:
-        if not _paths:
-            use_template(start_template())
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.settimeout(START_S)
-        self._socket.connect(_paths[0])
+        self._socket.connect(template_path())
         self._stdin, self._open = os.pipe()  # end of file tells the ranks that the test's process is gone
 
     def fork(self, *fds: int) -> int:
