@@ -152,6 +152,7 @@ def report(
         "total_s": timer.total_s,
         "timed_steps": len(timer.measured_s),
         "elements": sum(parameter.numel() for parameter in model.parameters()),
+        "trial_steps": None if handle is None else handle.stats().get("trial_steps"),
         "decision": "" if handle is None or not handle.decisions else handle.decisions[-1].short,
         "accuracy": accuracy,
         **extra,

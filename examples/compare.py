@@ -107,6 +107,7 @@ def main() -> int:
     print()
     print_bars(records)
     print(f"\nsync.attach(model): {chosen['decision'] or 'no plan was chosen in so few steps'}")
+    print(f"{chosen['trial_steps']} of its {args.steps} steps were trials, which count in all steps.")
     if args.json is not None:
         args.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0

@@ -272,9 +272,10 @@ class Attachment:
           traced step of this plan; without a hook, in the last step that DDP has timed
         - ``residual_norm``, ``residual_nbytes``: norm of all residuals at the last sample, and their memory
         - ``error``: relative error of the gradients, observed, or else predicted
-        - ``decisions``: how many there were
+        - ``decisions``: how many there were; ``trial_steps``: of a tuned training, the steps in which plans were tried
+          or left for others
         """
-        return self._figures.stats()
+        return self._figures.stats() | ({} if self._tuning is None else self._tuning.stats())
 
     def __repr__(self) -> str:
         """The way of the next step and the last figures in one line, such as ``Attachment(14 BlockQuant(bits=4) by

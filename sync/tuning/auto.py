@@ -16,8 +16,8 @@ class Auto:
         sync.attach(model, sync.Auto(accuracy="aggressive", steps=10_000))
 
     Nothing is measured before the first step. Plain averaging runs for some steps, then every compressor that
-    ``accuracy`` allows in turns of five to ten, and the fastest plan stays, often plain averaging. This takes 60 steps,
-    or up to 110 if several plans are close or noise hides whether one is faster. Then a cost model chooses per tensor,
+    ``accuracy`` allows in a turn of five, and the fastest plan stays, often plain averaging. This takes about 50 steps,
+    or up to 130 if several plans are close. Then a cost model chooses per tensor,
     from what the trials have measured. Its plans are tried as well if they are predicted to be faster by more than its
     error. Whatever fails ends this with a warning, and plain averaging goes on.
 
@@ -27,7 +27,8 @@ class Auto:
             largest relative error of a gradient, which is aggressive above 0.2; or a list of compressors. A plan of a
             loaded state that it does not allow is left by an exact step.
         steps: the number of steps of the whole training; needed for aggressive accuracy.
-        replan: whether a new plan is found when the machine or its links have changed.
+        replan: whether the plan is compared with others when steps take another time, and now and then. This loses at
+            most a hundredth of the time of all steps.
         predict: whether the cost model chooses per tensor after the trials of plans with one compressor.
 
     :func:`~gckernels.sync.attach` checks the attributes, so that all ranks raise alike.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..traces.model_trace import ModelTrace
 from .trials.race import Tuned
 from .trials.rules import Phase
-from .watching.drift import REPLAN_STEPS, Allowance
+from .watching.pace import Pace
 
 _OTHER_RULE = "it was chosen with another rule of accuracy"
 
@@ -24,7 +24,7 @@ class Progress:
         policy: the policy that has found its plan.
         tuned: the outcome of its trials; ``None`` without a stage.
         found: errors that made the guard replace a compressor, by parameter and compressor.
-        waits: the steps from one action of its running phase to the next.
+        pace: the pace of its running phase.
         why_anew: why tuning begins anew though a job is continued; empty if it does not.
         trace: the trace of saved trials that no longer count; ``None`` if there are none.
         is_given: whether the training had given the plan itself.
@@ -35,7 +35,7 @@ class Progress:
     tuned: Tuned | None = None
     found: Mapping[tuple[str, str], float] = field(default_factory=dict)
     why_anew: str = ""
-    waits: tuple[Allowance, ...] = ()
+    pace: Pace | None = None
     trace: ModelTrace | None = None
     is_given: bool = False
 
@@ -56,9 +56,8 @@ class Progress:
         if self.tuned is not None and self.stage is not None:
             record |= {"stage": stages[self.stage].allowed, "policy": self.policy}
             record |= {"step_s": self.tuned.step_s, "none_s": self.tuned.none_s}
-            record |= {"computing_s": self.tuned.computing_s}
             record |= {"trace": self.tuned.trace.to_text()}
-            record |= {"waits": [[each.least, each.wait, each.since] for each in self.waits]}
+            record |= {} if self.pace is None else {"gap": self.pace.gap, "since": self.pace.since}
         return json.dumps(record)
 
     @staticmethod
@@ -89,16 +88,42 @@ class Progress:
             stage = next((number for number in begun if stages[number].allowed == rule), None)
             if stage is None:
                 return Progress(found=found, why_anew=_OTHER_RULE, trace=trace)
-            times_s = (float(record[name]) for name in ("step_s", "none_s", "computing_s"))
+            times_s = (float(record[name]) for name in ("step_s", "none_s"))
             tuned = Tuned(trace, stages[stage].accuracy, *times_s)
-            waits = tuple(_allowance(*each) for each in record.get("waits", ()))
-            return Progress(stage, str(record["policy"]), tuned, found, waits=waits)
+            pace = Pace(int(record["gap"]), int(record["since"])) if "gap" in record else None
+            return Progress(stage, str(record["policy"]), tuned, found, pace=pace)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"state: tuning is not valid: {error!r}") from error
 
 
-def _allowance(least: int, wait: int, since: int | None) -> Allowance:
-    return Allowance(int(least), int(wait), None if since is None else int(since))
+AGAIN_STEPS = 1000
+"""Steps from a failure to the next attempt."""
+FORGET = 4
+"""An attempt is forgotten after as many times the steps for which the next one had to wait."""
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """The steps from one attempt to the next. They double with every one, until one is forgotten.
+
+    Attributes:
+        least: the steps after the first attempt.
+        wait: the steps after the last attempt.
+        since: the steps since the last attempt; ``None`` before the first, which need not wait.
+    """
+
+    least: int
+    wait: int = 0
+    since: int | None = None
+
+    def later(self, steps: int) -> Allowance:
+        """The allowance some steps later."""
+        return self if self.since is None else replace(self, since=self.since + steps)
+
+    def spent(self) -> Allowance:
+        """The allowance after an attempt."""
+        forgotten = self.since is None or self.since >= FORGET * self.wait
+        return replace(self, wait=self.least if forgotten else 2 * self.wait, since=0)
 
 
 _NUMBER = re.compile(r"\d[\d.,]*")
@@ -115,7 +140,7 @@ class Retries:
         causes: the texts of all failures without their numbers.
     """
 
-    allowance: Allowance = field(default_factory=lambda: Allowance(REPLAN_STEPS))
+    allowance: Allowance = field(default_factory=lambda: Allowance(AGAIN_STEPS))
     at_step: int = 0
     due: int | None = None
     causes: frozenset[str] = frozenset()

@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,13 +30,11 @@ from ..traces.traced_tensors import TraceError
 from .progress import Progress, Retries
 from .proposers import Proposer
 from .trials.race import Race, Tuned
-from .trials.rules import JOINED, MORE, STEPS, Phase, Rules, refusal
+from .trials.rules import Phase, Rules, refusal
 from .trials.sentences import PLAIN as PLAIN_GOES_ON
 from .trials.sentences import failed, restarted, resumed
 from .trials.spans import StepSpans
 from .trials.training import Refused, Steps, TunedTraining
-from .trials.trials import PLAIN
-from .watching.drift import Action, Allowance
 
 if TYPE_CHECKING:
     from .decay import ResidualDecay
@@ -55,7 +54,7 @@ class Tuner:
         model: the model that it was given, which is not kept.
         rules: the rules of accuracy, and when they begin.
         proposers: find the plans to try, one after the other. The plans of a later one join the race of the others.
-        replan: whether the plan is watched that has been found, and others are made when it is no longer right.
+        replan: whether the plan is watched that has been found, and compared with others when steps change.
     """
 
     def __init__(
@@ -69,13 +68,14 @@ class Tuner:
         self._training, self._stages, self._model = training, rules.stages, rules.model
         self._proposers, self._replan, self._retries = tuple(proposers), replan, Retries()
         self._progress = Progress()
-        self._waits: tuple[Allowance, ...] = ()
         self._ranks, self._plain = training.ranks, training.plan
         self._given = weakref.ref(model)
         self._recording: StepRecording | None = None
         self._spans = StepSpans(model, training.frontend.group, training.frontend.device)
         self._found: dict[tuple[str, str], float] = {}  # errors because of which compressors were left
-        self._running: Running | None = None  # once a plan has been watched
+        self._race: Race | None = None  # since plans are tried in this job
+        self._earlier_steps = 0  # of races that have ended
+        self._running: Running | None = None  # while it is watched
         self._decay: ResidualDecay | None = None
         if any(stage.is_aggressive for stage in rules.stages):
             decay = importlib.import_module(".decay", __package__)
@@ -93,6 +93,11 @@ class Tuner:
         if self._decay is not None:
             self._decay.close()
 
+    @property
+    def trial_steps(self) -> int:
+        """The steps so far in which plans were tried, or left for others."""
+        return self._earlier_steps + (0 if self._race is None else self._race.trials.steps)
+
     def _end_proposals(self) -> None:
         if self._recording is not None:
             self._recording.close()
@@ -102,10 +107,15 @@ class Tuner:
     # ---------------------------------------------------------------- checkpoints
 
     def to_text(self) -> str:
-        """The progress so far, for checkpoints."""
-        waits = self._waits if self._running is None else self._running.waits
-        progress = replace(self._progress, found=self._found, waits=waits)
-        return progress.to_text(self._stages, self._ranks.world_size)
+        """The progress so far, for checkpoints. Plans that are compared just now have no outcome yet."""
+        progress, race, running = self._progress, self._race, self._running
+        if running is not None and race is not None and (tuned := progress.tuned) is not None:
+            step_s, none_s = race.trials.median_s(race.trials.incumbent), race.trials.plain_s
+            if isfinite(step_s) and isfinite(none_s):  # otherwise the plan has just become finer
+                tuned = replace(tuned, step_s=step_s, none_s=none_s)
+            progress = replace(progress, policy=self._training.policy, tuned=tuned, pace=running.pace)
+            progress = Progress() if running.is_comparing else progress
+        return replace(progress, found=self._found).to_text(self._stages, self._ranks.world_size)
 
     def restart(self, progress: Progress | None = None) -> None:
         """Continue from the next step's end on as ``progress`` says, or from the beginning. Every rank calls it between
@@ -114,7 +124,7 @@ class Tuner:
         self._sequence.close()
         self._progress, self._retries = progress or Progress(), Retries()
         self._spans.open()
-        self._found, self._waits, self._running = dict(self._progress.found), self._progress.waits, None
+        self._found, self._race, self._running = dict(self._progress.found), None, None
         self._sequence = self._tuned()
         self._training.listeners.remove(self._go_on)
         self._training.listeners.add(self._go_on)
@@ -152,14 +162,12 @@ class Tuner:
                 tuned = yield from self._attempt(self._tune(stage, later), tuned)
             while True:
                 if tuned is not None and self._retries.due is None:  # otherwise a resumed job tries again
-                    self._progress = Progress(number, self._training.policy, tuned)
-                action = Action.STAY
-                if self._replan:
-                    action = yield from self._watched(tuned, later[0].first_step if later else None)
-                if action is Action.STAY:
+                    self._progress = replace(Progress(number, self._training.policy, tuned), pace=self._progress.pace)
+                until = later[0].first_step if later else None
+                if not self._replan or not (yield from self._watched(stage, tuned, until)):
                     break
                 self._progress = Progress()
-                tuned = yield from self._attempt(self._act(action, tuned, stage, later), tuned)
+                tuned = yield from self._attempt(self._tune(stage, later), tuned)
 
     def _attempt(self, steps: Steps[Tuned | None], tuned: Tuned | None) -> Steps[Tuned | None]:
         """The result of some steps. If a plan is refused in them, the plan from before them goes on if it still runs,
@@ -172,37 +180,62 @@ class Tuner:
                 tuned = None
                 with contextlib.suppress(Refused):
                     yield from self._training.changed(self._plain)
-            is_plain = not self._compresses(self._training.plan)
-            self._postpone(Failure(str(refused)), PLAIN_GOES_ON if is_plain else "the plan that runs now")
+            self._postpone(Failure(str(refused)), self._goes_on)
             return tuned
 
     def _compresses(self, plan: Plan) -> bool:
         return plan.fingerprint() != self._plain.fingerprint()
 
-    def _watched(self, tuned: Tuned | None, until: int | None) -> Steps[Action]:
-        """Let the plan run until something is to be done, or until the next stage begins."""
+    def _watched(self, stage: Phase, tuned: Tuned | None, until: int | None) -> Steps[bool]:
+        """Let the plan run until the next stage begins, or until plans are to be found again after a failure, and
+        return whether they are."""
         due = self._retries.due
         end = min((step for step in (until, due) if step is not None), default=None)
         if tuned is not None:
-            if self._running is None:
-                watching = importlib.import_module(".watching.watching", __package__)
-                self._running = watching.Running(self._training, self._spans, self._found, self._waits)
-            action = yield from self._running.watched(tuned, end)
-            if action is not Action.STAY:
-                return action
+            try:
+                running = yield from self._watcher(stage, tuned)
+                yield from running.watched(tuned, end)
+            except Refused as refused:
+                self._postpone(Failure(str(refused)), self._goes_on)
+                return True
+            finally:
+                self._running = None
         else:
             while end is not None and self._training.steps < end:
                 yield
-        is_due = due is not None and self._training.steps >= due and due != until
-        return Action.REPLAN if is_due else Action.STAY
+        return due is not None and self._training.steps >= due and due != until
+
+    def _watcher(self, stage: Phase, tuned: Tuned) -> Steps[Running]:
+        """What watches the plan that runs, and compares it with others now and then."""
+        race = self._race
+        if race is None:  # the job was resumed
+            race = self._race = Race(self._training, self._spans, self._plain)
+            trace = tuned.trace.remembering(self._found)
+            plans = yield from self._proposers[0].plans(stage, trace, race)
+            known = {} if isinstance(plans, Failure) else {plan: _policy_of(plan) for plan in self._decaying(plans)}
+            race.join({self._training.plan: self._training.policy} | known)
+            race.resume(self._training.plan, tuned.step_s, tuned.none_s)
+        watching = importlib.import_module(".watching.watching", __package__)
+        pace, self._progress = self._progress.pace, replace(self._progress, pace=None)
+        self._running = watching.Running(self._training, self._spans, race, self._found, pace)
+        return self._running
+
+    @property
+    def _goes_on(self) -> str:
+        return "the plan that runs now" if self._compresses(self._training.plan) else PLAIN_GOES_ON
+
+    def _decaying(self, plans: Sequence[Plan]) -> Sequence[Plan]:
+        """Plans whose residuals decay where they must."""
+        return plans if self._decay is None else tuple(map(self._decay.of, plans))
 
     def _tune(self, stage: Phase, later: Sequence[Phase]) -> Steps[Tuned | None]:
         """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones, unless
         the rule does not allow it."""
         training, tuned = self._training, None
-        start, before, policy = training.steps, training.plan, training.policy
-        race = Race(training, self._spans, self._plain)
-        yield from race.run(start + STEPS)
+        before, policy = training.plan, training.policy
+        self._earlier_steps = self.trial_steps
+        race = self._race = Race(training, self._spans, self._plain)
+        yield from race.run()
         trace = (yield from self._traced(stage)).remembering(self._found)
         joins = dict.fromkeys(self._again(before, trace, stage), policy)
         for number, proposer in enumerate(self._proposers):
@@ -217,22 +250,20 @@ class Tuner:
                 plans = ()
             elif not number:
                 self._retries = self._retries.settled()
-            if self._decay is not None:
-                plans = tuple(map(self._decay.of, plans))
-            winner = race.winner
-            is_new = race.join({**joins, **{plan: _policy_of(plan) for plan in plans}}, before)
+            new = race.join({**joins, **{plan: _policy_of(plan) for plan in self._decaying(plans)}})
             if not number:
-                yield from race.run(start + STEPS, MORE)
-            elif not is_new or not (yield from self._runs_on(race, winner)):
+                yield from race.run()
+            elif not new or not (yield from self._runs_on(race, new)):
                 continue
             tuned = self._decided(race, trace, (stage, *later))
         return tuned
 
-    def _runs_on(self, race: Race, winner: Plan) -> Steps[bool]:
+    def _runs_on(self, race: Race, new: Sequence[int]) -> Steps[bool]:
         """Let plans run that have joined a race, and return whether they could. Otherwise the winner from before goes
         on."""
+        winner = race.winner
         try:
-            yield from race.run(self._training.steps + JOINED)
+            yield from race.compare(new)
         except Refused as refused:
             self._say_failed(str(refused), "the fastest plan so far")
             yield from self._training.changed(winner)
@@ -263,19 +294,6 @@ class Tuner:
                 plan = replace(plan, prediction=replace(plan.prediction, error=relative_error(plan, trace)))
         return [plan]
 
-    def _act(self, action: Action, tuned: Tuned | None, stage: Phase, later: Sequence[Phase]) -> Steps[Tuned | None]:
-        """Do what the steps of a running plan ask for. If plain steps have become faster than it, a milder plan may
-        still be faster than they are."""
-        if action is Action.TRY_NONE and tuned is not None:
-            plan, policy, trace = self._training.plan, self._training.policy, tuned.trace.remembering(self._found)
-            race = Race(self._training, self._spans, self._plain)
-            race.join(dict.fromkeys(self._again(plan, trace, stage), policy), plan)
-            yield from race.run(self._training.steps + STEPS, MORE)
-            tuned = self._decided(race, tuned.trace, (stage, *later))
-            if self._compresses(self._training.plan) or self._running is None or not self._running.may_replan():
-                return tuned
-        return (yield from self._tune(stage, later))
-
     def _postpone(self, failure: Failure, goes_on: str = PLAIN_GOES_ON) -> None:
         """Say that tuning has failed, and try it again later. People are warned once of each cause."""
         training, is_known = self._training, self._retries.is_known(failure.text)
@@ -292,8 +310,7 @@ class Tuner:
         training, trials = self._training, race.trials
         outcome = importlib.import_module(".trials.trial_report", __package__).outcome
         training.decide(outcome(training.steps, trace, race, stages, self._ranks.world_size, training.frontend.kind))
-        times_s = (trials.median_s(trials.winner), trials.median_s(PLAIN), race.computing_s)
-        return Tuned(trace, stages[0].accuracy, *times_s)
+        return Tuned(trace, stages[0].accuracy, trials.median_s(trials.incumbent), trials.plain_s)
 
 
 def _policy_of(plan: Plan) -> str:

@@ -95,6 +95,10 @@ class Tuning:
                 self._changes.abandon()
             self._warn_of_failure(_UNEVEN)
 
+    def stats(self) -> dict[str, float | int | str]:
+        """Figures of the tuning, for :meth:`gckernels.sync.Attachment.stats`."""
+        return {} if self._tuner is None else {"trial_steps": self._tuner.trial_steps}
+
     # ---------------------------------------------------------------- checkpoints
 
     def notes(self) -> dict[str, str]:

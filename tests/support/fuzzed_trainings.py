@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import model_uses
 from gckernels import sync
-from gckernels.sync.tuning import tuner
+from gckernels.sync.tuning.trials import trials
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted
@@ -331,7 +331,7 @@ class _Fails(torch.autograd.Function):
 @contextlib.contextmanager
 def _quick() -> Iterator[None]:
     """A context in which noise does not prolong trials."""
-    with mock.patch.object(tuner, "MORE", 20):
+    with mock.patch.object(trials, "MOST", 20):
         yield
 
 

@@ -5,8 +5,9 @@ Every ``yield`` is a training step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...accuracy.accuracy import AccuracyLike
@@ -14,14 +15,12 @@ from ...engine.recorded_step import RecordedStep
 from ...plans.names import summary_of
 from ...plans.plan import Plan
 from ...traces.model_trace import ModelTrace
+from .comparison import Times
 from .sentences import failed
 from .spans import StepSpans, bounds_of, of_all_ranks
 from .training import NotBuilt, Steps, TunedTraining
-from .trials import PLAIN, UNCOUNTED, Trials, Turn
-
-CHANGES = 2
-"""Exact steps that a turn may take besides its own: one before it, and one before the winner follows it. With a
-gradient scaler there are more, and trials end later by them."""
+from .trials import PLAIN, Trials, Turn
+from .trials import Rules as RulesOf
 
 
 class Race:
@@ -35,7 +34,7 @@ class Race:
     Attributes:
         arms: the plans, plain averaging first.
         policies: for every plan the name of the policy that has found it.
-        trials: the times of their steps.
+        trials: the rules, and the times of the plans.
         sent_nbytes: for every plan that had a turn, by number, the bytes that a rank has sent in a step, on the rank
             that sends most.
         recorded: for every plan that compresses and had a turn, by number, one of its steps on this rank.
@@ -47,15 +46,15 @@ class Race:
         self._training, self._spans = training, spans
         self.arms: tuple[Plan, ...] = (plain,)
         self.policies: tuple[str, ...] = ("none",)
-        self.trials = Trials.of(1)
+        self.trials = Trials()
         self.sent_nbytes: dict[int, float] = {}
         self.recorded: dict[int, RecordedStep] = {}
         self.exposed_s: dict[int, float] = {}
 
     @property
     def winner(self) -> Plan:
-        """The best plan so far."""
-        return self.arms[self.trials.winner]
+        """The plan that stays."""
+        return self.arms[self.trials.incumbent]
 
     @property
     def computing_s(self) -> float:
@@ -63,67 +62,97 @@ class Race:
         known = [self.trials.median_s(arm) - exposed_s for arm, exposed_s in self.exposed_s.items() if exposed_s]
         return max(min(known, default=0.0), 0.0)
 
-    def join(self, plans: Mapping[Plan, str], incumbent: Plan | None = None) -> bool:
-        """Let plans take part that do not yet, and return whether there are any.
+    def join(self, plans: Mapping[Plan, str]) -> list[int]:
+        """Let plans take part that do not yet, and return their numbers.
 
         Args:
             plans: the plans, with the names of the policies that have found them.
-            incumbent: the one of all plans that has won an earlier race, if one has.
         """
-        numbers = {plan.fingerprint(): number for number, plan in enumerate(self.arms)}
+        known, first = {plan.fingerprint() for plan in self.arms}, len(self.arms)
         for plan, policy in plans.items():
-            if plan.fingerprint() not in numbers:
-                numbers[plan.fingerprint()] = len(self.arms)
+            if plan.fingerprint() not in known:
+                known.add(plan.fingerprint())
                 self.arms, self.policies = (*self.arms, plan), (*self.policies, policy)
-        new = len(self.arms) - len(self.trials.turns)
-        self.trials = self.trials.joined(new, None if incumbent is None else numbers.get(incumbent.fingerprint()))
-        return new > 0
+        new = list(range(first, len(self.arms)))
+        self.trials.join([1.0] * len(new))
+        return new
 
-    def run(self, last_step: int, more: int = 0) -> Steps[None]:
-        """Let the plans take turns, and then the best one run.
+    def resume(self, plan: Plan, step_s: float, none_s: float) -> None:
+        """Continue a race that a plan has won, which takes part and runs now."""
+        numbers = {arm.fingerprint(): number for number, arm in enumerate(self.arms)}
+        self.trials.resume(numbers[plan.fingerprint()], step_s, none_s)
 
-        Plans that are in doubt differ little from plain steps, so that going on with their trials costs nothing. Plans
-        that some rank cannot build are left out, with a warning.
+    def replace(self, plan: Plan, is_refused: Callable[[Plan], bool]) -> None:
+        """Let a plan take the place of the one that runs, and leave those out that have its faults."""
+        own = self.trials.incumbent
+        self.arms = tuple(plan if arm == own else each for arm, each in enumerate(self.arms))
+        self.trials.renew()
+        for arm, each in enumerate(self.arms):
+            if arm not in (own, PLAIN) and is_refused(each):
+                self.trials.leave_out(arm)
 
-        Args:
-            last_step: the number of steps of the training at which turns have ended, unless some plan has had none.
-            more: the steps by which they end later at most if several plans are close, or the outcome is in doubt.
+    def run(self) -> Steps[None]:
+        """Let the plans that had no turn take part in a race, and then the best one run.
+
+        Plans that some rank cannot build are left out, with a warning.
 
         Raises:
             Refused: a plan may not follow, or none can be built besides plain averaging.
         """
-        training = self._training
-        while (turn := self.trials.next_turn(last_step - CHANGES - training.steps, more)) is not None:
-            try:
-                yield from training.changed(self.arms[turn.arm])
-            except NotBuilt as failure:
-                self.trials = self.trials.without(turn.arm)
-                if self.trials.arms in ((), (PLAIN,)) or turn.arm == PLAIN:
-                    raise
-                building = f"building {summary_of(self.arms[turn.arm], training.ranks.world_size)}"
-                training.say(failed(building, str(failure), "other plans"), level=logging.WARNING)
-                continue
-            yield from self._take(turn)
+        yield from self._play(self.trials.race())
+
+    def compare(self, challengers: Sequence[int], before: Times | None = None) -> Steps[None]:
+        """Let plans challenge the one that runs, and then the winner run.
+
+        Args:
+            challengers: the numbers of the plans.
+            before: the seconds of the last steps, of the slowest rank each; ``None`` if they are not known.
+
+        Raises:
+            Refused: as :meth:`run`.
+        """
+        yield from self._play(self.trials.compare(challengers, before))
+
+    def _play(self, rules: RulesOf[None]) -> Steps[None]:
+        training, times = self._training, None
+        with contextlib.suppress(StopIteration):
+            turn = next(rules)
+            while True:
+                try:
+                    yield from training.changed(self.arms[turn.arm])
+                except NotBuilt as failure:
+                    left = set(self.trials.arms) - {PLAIN, turn.arm}
+                    if not left or turn.arm in (PLAIN, self.trials.incumbent):
+                        raise
+                    building = f"building {summary_of(self.arms[turn.arm], training.ranks.world_size)}"
+                    training.say(failed(building, str(failure), "other plans"), level=logging.WARNING)
+                    times = None
+                else:
+                    times = yield from self._take(turn)
+                turn = rules.send(times)
         yield from training.changed(self.winner)
 
-    def _take(self, turn: Turn) -> Steps[None]:
-        """Take the times of a turn whose plan runs now."""
+    def _take(self, turn: Turn) -> Steps[Times]:
+        """The seconds of the counted steps of a turn, whose plan runs now."""
         training, spans = self._training, self._spans
-        tracer, compresses = training.frontend.runtime.tracer, turn.arm != PLAIN
+        tracer = training.frontend.runtime.tracer
+        is_recorded = turn.arm != PLAIN and turn.arm not in self.recorded
         spans.meet()
         for number in range(turn.steps):
-            if number == UNCOUNTED and compresses:
+            if number == turn.uncounted and is_recorded:
                 tracer.ask()
             yield
-            spans.end_step(counts=number >= UNCOUNTED)
-        recorded = tracer.last if compresses else None
+            spans.end_step(counts=number >= turn.uncounted)
+        recorded = tracer.last if is_recorded else None
         exposed_s = 0.0 if recorded is None else recorded.exposed_s
         mine = [training.frontend.sent_nbytes_per_step(), exposed_s, *bounds_of(spans.taken())]
         nbytes, waited_s, *maxima = training.ranks.slowest(mine)
-        self.trials = self.trials.after(turn.arm, of_all_ranks(maxima))
-        self.sent_nbytes[turn.arm], self.exposed_s[turn.arm] = nbytes, waited_s
+        self.sent_nbytes[turn.arm] = nbytes
+        if is_recorded:
+            self.exposed_s[turn.arm] = waited_s
         if recorded is not None:
             self.recorded[turn.arm] = recorded
+        return of_all_ranks(maxima)
 
 
 @dataclass(frozen=True)
@@ -135,11 +164,9 @@ class Tuned:
         accuracy: the rule of accuracy.
         step_s: the measured step of the plan that has won, in seconds.
         none_s: the measured plain step.
-        computing_s: the part of a step that waits for no communication; 0 if it is not known.
     """
 
     trace: ModelTrace
     accuracy: AccuracyLike
     step_s: float
     none_s: float
-    computing_s: float = 0.0

@@ -26,12 +26,7 @@ WARMUP = 1
 RECORDED = 5
 """Steps that are recorded."""
 STEPS = 60
-"""Steps from the beginning of tuning until a plan is chosen."""
-MORE = 50
-"""Steps by which it is chosen later at most, if several plans are close, or noise hides whether some plan is faster
-than plain steps."""
-JOINED = 25
-"""Steps of the trials of predicted plans, which follow."""
+"""Steps from the beginning of tuning until a plan is chosen, if no plans are close."""
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,10 @@ class StepSpans:
         dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._device), group=self._group)
         self._met, self._marks = self._clock.mark(), []
 
+    def forget(self) -> None:
+        """Forget the steps so far."""
+        self._marks = []
+
     def end_step(self, counts: bool = True) -> None:
         """Note that the gradients of a step have been averaged just now.
 

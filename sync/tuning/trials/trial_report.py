@@ -98,7 +98,7 @@ def outcome(
     plain_s = trials.median_s(PLAIN)
     recorded = PlainSteps(max(len(trace.buckets), 1), trace.nbytes, plain_s, race.computing_s or None)
     tried = {arm: _tried(race, arm, trace, world_size) for arm in sorted(race.sent_nbytes) if arm != PLAIN}
-    winner = tried.pop(trials.winner, None)
+    winner = tried.pop(trials.incumbent, None)
     if winner is None:
         sentences = stays_plain(recorded, list(tried.values()), stages[0], _HOW[frontend])
     else:
@@ -109,10 +109,35 @@ def outcome(
         policy="none" if winner is None else winner.policy,
         plan_fingerprint=race.winner.fingerprint(),
         predicted_s=None if winner is None else winner.predicted_s,
-        measured_s=_finite(trials.median_s(trials.winner)),
+        measured_s=_finite(trials.median_s(trials.incumbent)),
         none_s=_finite(plain_s),
         error=None if winner is None else winner.error,
         short=sentences.page,
+    )
+
+
+def overtaken(step: int, trace: ModelTrace, race: Race, before: int, why: str, world_size: int) -> Decision:
+    """The decision for the plan that has beaten the one from before it.
+
+    Args:
+        step, trace, race, world_size: as for :func:`outcome`.
+        before: the number of the plan from before.
+        why: the reason for the comparison, as a clause.
+    """
+    winner, measured_s, trials = race.trials.incumbent, race.trials.median_s(race.trials.incumbent), race.trials
+    old, new = (_tried(race, arm, trace, world_size) for arm in (before, winner))
+    compared = f"{new.named} {duration(new.measured_s)}, {old.named} {duration(old.measured_s)}"
+    return Decision(
+        step,
+        f"{why}; compared in turns: {compared} ({change(old.measured_s, new.measured_s)}); chosen: {new.named}",
+        policy=race.policies[winner],
+        plan_fingerprint=race.winner.fingerprint(),
+        predicted_s=new.predicted_s,
+        measured_s=_finite(measured_s),
+        none_s=_finite(trials.median_s(PLAIN)) if PLAIN in (before, winner) else None,
+        error=None if winner == PLAIN else new.error,
+        short=f"{capitalised(why)}. In turns, {new.plan} takes {duration(new.measured_s)} a step, and {old.plan} "
+        f"{duration(old.measured_s)}.",
     )
 
 

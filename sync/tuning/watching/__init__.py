@@ -1,1 +1,1 @@
-"""Watches over a running plan: its errors, and the drift of its steps."""
+"""Watches over a running plan: its errors, and the times of its steps."""

@@ -2,7 +2,7 @@
 
 A plan is chosen with the errors that its compressors had on a few gradients. Gradients change while a training runs.
 The guard sees every compressed unit once in a window. If the error has left its class, or the residual grows
-without bound, in :data:`~.drift.PATIENCE` windows in a row, the unit has a *fault*.
+without bound, in :data:`PATIENCE` windows with readings in a row, the unit has a *fault*.
 
 With an error of at most ``e`` in every step, a residual is at most ``e / (1 - e)`` times as large as the largest
 gradient. One that is twice as large, and still grows, has no bound.
@@ -19,8 +19,9 @@ from ...accuracy.accuracy import AccuracyLike, as_accuracy
 from ...plans.plan import Plan
 from ...traces.model_trace import ModelTrace
 from ...traces.traced_tensors import Role
-from .drift import PATIENCE
 
+PATIENCE = 3
+"""Readings in a row that must say the same."""
 ANY_ERROR = 1.0
 """The error from which a compressor that the user has named is faulty: it leaves more than it was given."""
 MARGIN = 1.1

@@ -1,8 +1,8 @@
 """The monitor: measures the steps of a training, and lets the ranks agree on them in one small collective a window.
 
 Ranks count steps alike, because a step ends for all of them at the end of the same backward. So they come to the
-collective together, and all of them get the same window. On a CUDA device the host does not wait for the answer: it
-reads it :data:`ANSWER_STEPS` steps later, which all ranks count as well.
+collective together, and all of them get the same window. No step waits for its answer, whatever the latency of the
+link: it is read a step later, or on a CUDA device :data:`ANSWER_STEPS` steps later, which all ranks count as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch.distributed as dist
 from ...communication.ranks import Ranks
 from ...resources.error_probe import ProbeSchedule, Readings
 from ..trials.spans import StepSpans, bounds_of, of_all_ranks
-from .drift import WINDOW
 from .guard import Reading
+from .pace import WINDOW
 
 ANSWER_STEPS = 10
 """Steps after which the host reads what a device has been asked for."""
+READ_EVERY = 4
+"""Windows of which the last one has readings, and at whose end the ranks set their clocks again."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +33,21 @@ class Window:
 
     Attributes:
         steps: their number.
-        step_s: the median span of a step in seconds.
+        steps_s: the spans of the steps that were measured, in seconds.
         error: the relative error of all units together, on the rank where it is largest; 0 without readings.
         readings: what was read of each unit in one of the steps, by its key, each number from the rank where it is
             largest. Units without a gradient are missing.
     """
 
     steps: int
-    step_s: float
+    steps_s: tuple[float, ...]
     error: float = 0.0
     readings: Mapping[str, Reading] = field(default_factory=dict)
+
+    @property
+    def step_s(self) -> float:
+        """The median span of a step in seconds."""
+        return statistics.median(self.steps_s)
 
 
 @dataclass
@@ -52,6 +59,7 @@ class _Question:
         keys: the units in it.
         answer: the answer, in the memory of the host.
         is_there: the event after which it is there; ``None`` if it is.
+        work: the collective; ``None`` if it has ended.
         readings: not to be freed before, because other streams have made them.
     """
 
@@ -60,6 +68,7 @@ class _Question:
     answer: torch.Tensor
     is_there: torch.cuda.Event | None = None
     readings: Readings | None = None
+    work: dist.Work | None = None
 
 
 class Monitor:
@@ -86,7 +95,7 @@ class Monitor:
         self._group, self._device, self._window = ranks.group, ranks.device, window
         self._watch, self._keys = watch, keys if watch is not None else ()
         self._low_rank = low_rank if watch is not None else ()
-        self._answer_steps = ANSWER_STEPS if ranks.device.type == "cuda" else 0
+        self._answer_steps = ANSWER_STEPS if ranks.device.type == "cuda" else 0  # the last spans are not over yet
         self._spans, self._count = spans, 0
         spans.meet()
         self._question: _Question | None = None
@@ -98,34 +107,40 @@ class Monitor:
             RuntimeError: the collective has failed, as with a rank that has died.
         """
         self._spans.end_step()
+        window, at = divmod(self._count, self._window)  # the step is one of this window
         self._count += 1
-        at = self._count % self._window
-        if at == self._window // 2 and self._keys and self._watch is not None:
+        reads = window % READ_EVERY == READ_EVERY - 1
+        if reads and at + 1 == self._window // 2 and self._keys and self._watch is not None:
             self._watch.ask()  # the norms are there long before they are sent
-        if at == 0:
-            self._question = self._ask()
-        if self._question is not None and self._count >= self._question.due:
+        if at + 1 == self._window:
+            self._question = self._ask(reads)
+        elif self._question is not None and self._count >= self._question.due:
             question, self._question = self._question, None
             return self._read(question)
         return None
 
-    def _ask(self) -> _Question:
+    def _ask(self, reads: bool) -> _Question:
         """Send this rank's window, and begin the next one. The last steps of a device may not have ended yet, and do
         not count."""
         bounds = bounds_of(self._spans.taken(but=self._answer_steps))
-        readings = None if self._watch is None else self._watch.take()
         sent = torch.tensor(bounds, dtype=torch.float64, device="cpu").to(self._device, non_blocking=True)
-        if self._keys:
+        keys = self._keys if reads else ()
+        readings = self._watch.take() if keys and self._watch is not None else None
+        if keys:
             sent = torch.cat((sent, _ratios(self._norms(readings or Readings())).double()))
-        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group)
-        self._spans.meet()
+        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if reads:
+            self._spans.meet()
+        else:
+            self._spans.forget()
         if self._device.type != "cuda":
-            return _Question(self._count, self._keys, sent)
+            return _Question(self._count + 1, keys, sent, work=work)
+        work.wait()  # of the stream, not of the host
         answer = torch.empty(sent.shape, dtype=sent.dtype, device="cpu", pin_memory=True)
         answer.copy_(sent, non_blocking=True)
         is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         is_there.record()
-        return _Question(self._count + self._answer_steps, self._keys, answer, is_there, readings)
+        return _Question(self._count + self._answer_steps, keys, answer, is_there, readings)
 
     def _norms(self, readings: Readings) -> torch.Tensor:
         """The norms of all units, ``[3, units]``: of this rank, and of the means of all ranks for low-rank methods.
@@ -139,6 +154,8 @@ class Monitor:
         return norms
 
     def _read(self, question: _Question) -> Window:
+        if question.work is not None:
+            question.work.wait()
         if question.is_there is not None:
             question.is_there.synchronize()
         answer = list(map(float, question.answer.tolist()))
@@ -150,7 +167,7 @@ class Monitor:
             for key, error, residual in zip(question.keys, each[::2], each[1::2], strict=True)
             if error or residual
         }
-        return Window(self._window, statistics.median(of_all_ranks(maxima)), error, readings)
+        return Window(self._window, tuple(of_all_ranks(maxima)), error, readings)
 
 
 def _ratios(norms: torch.Tensor) -> torch.Tensor:

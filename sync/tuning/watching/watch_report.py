@@ -9,24 +9,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ...plans.numbers import change, duration, plural, three_digits, two_digits, whole_percent
+from ...plans.numbers import change, duration, two_digits
 from ...plans.plan import Plan
-from ..trials.sentences import PLAIN, Sentences
-from .drift import PATIENCE, WINDOW, Action, Expected
+from ..trials.sentences import Sentences
 from .guard import Fault
+from .pace import Occasion
 
 
-def reason(action: Action, step_s: float, expected: Expected) -> Sentences:
-    """The sentences of what a window asks for, whose median step has taken ``step_s``."""
-    match action:
-        case Action.REPLAN_LINK:
-            return link_changed(step_s, expected.step_s, expected.waiting(step_s))
-        case Action.TRY_NONE if step_s < expected.step_s:
-            return faster(step_s, expected.step_s)
-        case Action.TRY_NONE:
-            return tries_plain(step_s, expected.none_s or 0.0)
-        case _:
-            return drifted(step_s, expected.step_s, PATIENCE, WINDOW)
+def reason(occasion: Occasion, step_s: float, usual_s: float) -> str:
+    """The reason for a comparison, as a clause: steps take ``step_s``, and took ``usual_s`` before."""
+    if occasion is Occasion.DUE:
+        return "plans were compared again"
+    return f"a step takes {duration(step_s)} where {duration(usual_s)} was usual ({change(step_s, usual_s)})"
 
 
 def refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[Sentences]:
@@ -47,42 +41,6 @@ def refinements(before: Plan, after: Plan, faults: Sequence[Fault]) -> list[Sent
     return texts
 
 
-def drifted(measured_s: float, expected_s: float, windows: int, steps: int) -> Sentences:
-    """The sentences when steps take another time than expected in some windows of ``steps`` steps, and the plan is made
-    anew."""
-    return Sentences(
-        f"a step {_takes(measured_s, expected_s)}, for {plural(windows, 'window')} of {steps} steps: planning anew",
-        f"{_longer('Steps are', measured_s, expected_s)} than expected. New plans are made and tried.",
-    )
-
-
-def link_changed(measured_s: float, expected_s: float, factor: float) -> Sentences:
-    """The sentences when the link has changed, and is measured anew: a step waits for communication ``factor`` times as
-    long as before."""
-    waits = f"{three_digits(factor)} times as long as" if factor >= 1 else f"{whole_percent(factor)} of the time of"
-    return Sentences(
-        f"a step {_takes(measured_s, expected_s)}, because it waits for communication {waits} before: planning anew",
-        f"Steps wait for communication {waits} before. New plans are made and tried.",
-    )
-
-
-def tries_plain(measured_s: float, none_s: float) -> Sentences:
-    """The sentences when compressed steps are slower than plain ones were."""
-    return Sentences(
-        f"a compressed step takes {duration(measured_s)}, a plain one took {duration(none_s)} "
-        f"({change(measured_s, none_s)}): trying {PLAIN} again",
-        f"{_longer('Compressed steps are', measured_s, none_s)} than plain ones were. Plain ones are tried again.",
-    )
-
-
-def faster(measured_s: float, expected_s: float) -> Sentences:
-    """The sentences when compressed steps are faster than in their trials, so that plain ones may be faster still."""
-    return Sentences(
-        f"a compressed step {_takes(measured_s, expected_s)}, so compression may pay no longer: trying {PLAIN} again",
-        f"{_longer('Compressed steps are', measured_s, expected_s)} than expected. Plain ones are tried again.",
-    )
-
-
 def refined(units: Sequence[str], before: str, after: str, why: str) -> Sentences:
     """The sentences when units get a finer compressor.
 
@@ -95,13 +53,3 @@ def refined(units: Sequence[str], before: str, after: str, why: str) -> Sentence
     listed = ", ".join(units[:3]) + (f" and {len(units) - 3:,} others" if len(units) > 3 else "")
     text = f"{listed}: {why}; {after} instead of {before} from now on"
     return Sentences(text, f"{after} follows {before} for {listed}: {why}.")
-
-
-def _takes(measured_s: float, expected_s: float) -> str:
-    times = f"{duration(measured_s)} where {duration(expected_s)} are expected"
-    return f"takes {times} ({change(measured_s, expected_s)})"
-
-
-def _longer(subject: str, now_s: float, before_s: float) -> str:
-    part = change(now_s, before_s)
-    return f"{subject} {part.lstrip('+-')} {'shorter' if part.startswith('-') else 'longer'}"

@@ -1,4 +1,4 @@
-"""The running phase: a plan runs, and its steps and residuals are watched until something is to be done.
+"""The running phase: a plan runs, its steps and residuals are watched, and it is compared with others now and then.
 
 Every ``yield`` is a training step. All ranks see the same windows, so they come to the same actions at the same steps.
 """
@@ -6,60 +6,68 @@ Every ``yield`` is a training step. All ranks see the same windows, so they come
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 
+from ...accuracy.accuracy import unfitted
 from ...communication.agreement import Failure, together
 from ...plans.plan import Plan
-from ..trials.race import Tuned
+from ..trials.race import Race, Tuned
 from ..trials.sentences import Sentences, failed
 from ..trials.spans import StepSpans
-from ..trials.training import Refused, TunedTraining
-from .drift import Action, Allowance, Drift, Expected
+from ..trials.training import Refused, Steps, TunedTraining
+from ..trials.trial_report import overtaken
 from .fallback import errors_of, finer
 from .guard import Fault, Guard
-from .monitor import Monitor
+from .monitor import Monitor, Window
+from .pace import DOUBTFUL_GAP, Pace
 from .watch_report import reason, refinements
 
 
 class Running:
-    """Watches the plan of a training between two tunings. All ranks make one.
+    """Watches the plan of a training until something else is to be tuned. All ranks make one.
 
     Args:
         training: the training.
         spans: marks the spans of its steps.
+        race: the plans of the training, whose winner runs.
         found: errors of compressors in training because of which they were left, by parameter and compressor. Errors of
             further ones are added.
-        waits: the steps from one action to the next, as :attr:`waits` of another one has given them.
+        pace: the pace of another one, which goes on; by default that after a race.
+
+    Attributes:
+        is_comparing: whether the plan that runs now may be one that is only tried.
     """
 
     def __init__(
         self,
         training: TunedTraining,
         spans: StepSpans,
+        race: Race,
         found: dict[tuple[str, str], float],
-        waits: Sequence[Allowance] = (),
+        pace: Pace | None = None,
     ) -> None:
-        self._training, self._spans = training, spans
-        self._drift: Drift | None = None
-        self._waits = tuple(waits)
+        self._training, self._spans, self._race = training, spans, race
         self._policy = "none"  # finer plans keep that of the first
         self.found = found
+        self.pace = pace or (Pace(DOUBTFUL_GAP) if race.trials.was_disturbed else Pace())
+        self.is_comparing = False
 
-    def watched(self, tuned: Tuned, until: int | None = None) -> Generator[None, None, Action]:
-        """Watch the steps of the plan that runs now, and return what is to be done.
+    def watched(self, tuned: Tuned, until: int | None = None) -> Steps[None]:
+        """Watch the steps of the plan that runs now.
 
         Args:
             tuned: how the plan was found.
-            until: the number of steps of the training at which to return in any case, with
-                :attr:`~.drift.Action.STAY`.
+            until: the number of steps of the training at which to return; ``None`` to return never.
+
+        Raises:
+            Refused: no plan may follow that would have to.
         """
-        training = self._training
+        training, race = self._training, self._race
         self._policy = training.policy
-        expected = Expected(tuned.step_s, tuned.none_s, tuned.computing_s, training.plan.compresses)
-        drift = Drift(expected).with_waits(self._waits) if self._drift is None else self._drift.renewed(expected)
-        guard, monitor = self._watch(tuned)
-        is_new = False  # no trial has measured the plan
+        guard = rules = self._guard(tuned)
+        monitor = self._monitor(rules)
         while until is None or training.steps < until:
             yield
             window = monitor.step_ended()
@@ -67,42 +75,54 @@ class Running:
                 continue
             if window.readings:
                 training.note_error(window.error)
-            if is_new:
-                is_new, drift = False, drift.renewed(replace(expected, step_s=window.step_s))
-            before = drift
-            drift, action = drift.after(window.step_s, window.steps)
-            self._drift = drift
-            if action is not Action.STAY:
-                self._say(reason(action, window.step_s, before.expected), training.plan)
-                return action
-            guard, faults = guard.after(window.readings)
-            if faults and (yield from self._refine(faults, tuned)):
-                expected = replace(expected, compresses=training.plan.compresses)
-                guard, monitor = self._watch(tuned)
-                is_new = True
-            elif faults:
-                guard = Guard()  # the plan stays as it is
-        return Action.STAY
-
-    @property
-    def waits(self) -> tuple[Allowance, ...]:
-        """The steps from one action to the next, for checkpoints."""
-        return self._waits if self._drift is None else self._drift.waits
-
-    def may_replan(self) -> bool:
-        """Whether new plans are allowed now. If so, they count as made."""
-        if self._drift is None or not self._drift.replans.is_open:
-            return False
-        self._drift = replace(self._drift, replans=self._drift.replans.spent())
-        return True
+                guard, faults = guard.after(window.readings)
+                if faults and (yield from self._refine(faults, tuned)):
+                    guard = rules = self._guard(tuned)
+                    monitor = self._monitor(rules)
+                    continue
+                if faults:
+                    guard = Guard()  # the plan stays as it is
+            race.trials.ran(window.steps_s)
+            before = race.trials.incumbent
+            if (yield from self._compared(window, tuned)):
+                if race.trials.incumbent != before:
+                    guard = rules = self._guard(tuned)
+                    self._policy = training.policy
+                monitor = self._monitor(rules)
 
     # ---------------------------------------------------------------- its parts
 
-    def _watch(self, tuned: Tuned) -> tuple[Guard, Monitor]:
-        training, frontend = self._training, self._training.frontend
-        guard = Guard.of(training.plan, tuned.accuracy, tuned.trace)
-        monitor = Monitor(training.ranks, self._spans, frontend.runtime.watch, guard.keys, guard.low_rank)
-        return guard, monitor
+    def _guard(self, tuned: Tuned) -> Guard:
+        return Guard.of(self._training.plan, tuned.accuracy, tuned.trace)
+
+    def _monitor(self, guard: Guard) -> Monitor:
+        training = self._training
+        watch = training.frontend.runtime.watch
+        return Monitor(training.ranks, self._spans, watch, guard.keys, guard.low_rank)
+
+    def _compared(self, window: Window, tuned: Tuned) -> Steps[bool]:
+        """Compare the plan with others if a window is an occasion to, and return whether it was compared."""
+        training, race, trials = self._training, self._race, self._race.trials
+        usual_s = statistics.median(self.pace.seen_s or (window.step_s,))
+        self.pace, occasion = self.pace.after(window.step_s, window.steps, trials.error(window.steps))
+        if occasion is None or not trials.may_compare:
+            return False
+        challengers = trials.next_challengers(*occasion.asks)
+        before, self.is_comparing = trials.incumbent, True
+        try:
+            yield from race.compare(challengers, window.steps_s)
+        except Refused as refused:
+            for arm in challengers:
+                trials.leave_out(arm)
+            self._say(failed("a comparison of plans", str(refused), "the plan from before"), training.plan)
+            yield from training.changed(race.winner)
+        finally:
+            self.is_comparing = False
+        self.pace = self.pace.compared(occasion, trials.incumbent != before)
+        if trials.incumbent != before:
+            why = reason(occasion, window.step_s, usual_s)
+            training.decide(overtaken(training.steps, tuned.trace, race, before, why, training.ranks.world_size))
+        return bool(challengers)
 
     def _refine(self, faults: Sequence[Fault], tuned: Tuned) -> Generator[None, None, bool]:
         """Let finer compressors follow for some units, and return whether they do."""
@@ -128,7 +148,14 @@ class Running:
             self._policy = policy
             self._say_failed(str(refused), plan)
             return False
+        self._race.replace(after, self._has_faults)
+        self.pace = replace(self.pace, seen_s=())
         return True
+
+    def _has_faults(self, plan: Plan) -> bool:
+        """Whether a plan has a compressor that was left because of its errors."""
+        used = {(name, str(unfitted(unit.compressor))) for unit in plan.units for name in unit.parameters}
+        return not used.isdisjoint(self.found)
 
     def _say_failed(self, error: str, plan: Plan) -> None:
         self._say(failed("the choice of finer compressors", error, "the plan as it is"), plan, logging.WARNING)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from gckernels.sync.accuracy.accuracy import Accuracy
-from gckernels.sync.tuning.watching import watching
+from gckernels.sync.tuning.watching import monitor, watching
 from gckernels.sync.tuning.watching.monitor import Monitor
 from models import build
 from ranks import run_ranks
@@ -41,8 +41,8 @@ def until_gone(point: str, where: int) -> str | None:
         patches.enter_context(mock.patch.object(watching, "Monitor", functools.partial(Monitor, window=4)))
         if point == "finer":
             patches.enter_context(mock.patch.object(Accuracy, "limit_of", lambda *_: 0.05))
-            patches.enter_context(mock.patch.object(watching.Expected, "is_sudden", lambda *_: False))
-            patches.enter_context(mock.patch.object(watching.Expected, "distance", lambda *_: 0.0))
+            patches.enter_context(mock.patch.object(monitor, "READ_EVERY", 1))
+            patches.enter_context(mock.patch.object(watching.Pace, "after", lambda pace, *_: (pace, None)))
         if dist.get_rank() == where:
             patches.enter_context(mock.patch.object(*POINTS[point], dies))
         try:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from gckernels import sync
 from gckernels.sync.tuning.watching import watching
-from gckernels.sync.tuning.trials.rules import MORE, STEPS
+from gckernels.sync.tuning.trials.rules import STEPS
+from gckernels.sync.tuning.trials.trials import MOST
 
 os.environ["XDG_CACHE_HOME"] = os.getcwd()
 watching.Monitor = functools.partial(watching.Monitor, window=5)
@@ -29,7 +30,7 @@ model = DistributedDataParallel(network, bucket_cap_mb=1)
 attachment = sync.attach(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 is_ready = False
-for step in range(STEPS + MORE + 100):
+for step in range(STEPS + 2 * MOST + 200):
     if attachment.decisions and not is_ready:  # noise may have made its trials longer
         is_ready = True
         Path(f"{rank}.ready").touch()
@@ -39,7 +40,7 @@ for step in range(STEPS + MORE + 100):
     model(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    if len(attachment.decisions) > 2 and not attachment.is_changing:
+    if len(attachment.decisions) > 1 and not attachment.is_changing:
         break
 digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters()))
 compressed = sum(not unit.in_place for unit in attachment.plan.units)
@@ -64,6 +65,6 @@ def test_a_training_follows_its_links(folder):
     assert codes == [0, 0]
     first, second = ((folder / f"{rank}.end").read_text().splitlines() for rank in (0, 1))
     assert first == second, "parameters, plans and decisions are the same"
-    _, compressed, chosen, changed, followed = first
-    assert "planning anew" in changed and "chosen" in followed, (chosen, changed, followed)
+    _, compressed, chosen, followed = first
+    assert "was usual" in followed and "chosen" in followed, (chosen, followed)
     assert int(compressed) >= 4, "the matrices; biases may be averaged exactly"

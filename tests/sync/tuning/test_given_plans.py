@@ -76,7 +76,7 @@ def test_a_plan_that_is_refused_leaves_the_training_as_it_is():
     assert "has a communication hook already" in text and "next attempt in" in text
 
 
-PROPOSED = 18
+PROPOSED = 14
 """Steps after which plans are tried."""
 
 

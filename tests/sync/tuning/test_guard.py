@@ -15,9 +15,8 @@ from gckernels.sync.plans.units import UnitPlan
 from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import Role, TracedTensor
-from gckernels.sync.tuning.watching.drift import PATIENCE
 from gckernels.sync.tuning.watching.fallback import errors_of, finer
-from gckernels.sync.tuning.watching.guard import Fault, Guard, Reading
+from gckernels.sync.tuning.watching.guard import PATIENCE, Fault, Guard, Reading
 
 FOUR, EIGHT, SIGN = BlockQuant(bits=4), BlockQuant(), EFSignSGD()
 ERRORS = {str(FOUR): 0.13, str(EIGHT): 0.01, str(SIGN): 0.65, str(Cast16()): 0.001}

@@ -49,9 +49,8 @@ def tuned(front: str, winner: str | None) -> tuple[int, int, int, int]:
 
         def look(step: int) -> None:
             nonlocal most
-            if step % 3 == 0:  # a turn of a plan has more steps
-                gc.collect()
-                most = max(most, alive(Runtime))
+            gc.collect()
+            most = max(most, alive(Runtime))
 
         train(model, module, range(STEPS + 5), look)
     assert policy_of(handle) == (winner or PLAIN)

@@ -14,7 +14,7 @@ from gckernels import decode, encode, from_spec, sync
 from gckernels.sync.communication.ranks import Ranks
 from gckernels.sync.resources.error_probe import Decoded, ProbedPiece, ProbeSchedule, Readings
 from gckernels.sync.resources.residual import Residual
-from gckernels.sync.tuning.watching.monitor import Monitor, Window
+from gckernels.sync.tuning.watching.monitor import READ_EVERY, Monitor, Window
 from ranks import run_ranks, values_of
 
 CPU = torch.device("cpu")
@@ -33,6 +33,8 @@ class FakeSpans:
     def meet(self) -> None:
         self._met = []
 
+    forget = meet
+
     def end_step(self) -> None:
         self._met.append(next(self._left))
 
@@ -49,12 +51,12 @@ def windows_of_a_rank() -> list[Window | None]:
     rank = dist.get_rank()
     spans = itertools.cycle([(1.0 - rank, 3.0), (1.0 * rank, 3.0), (1.0 - rank, 3.0), (0.0, 50.0)])
     monitor = Monitor(ranks(), FakeSpans(spans), window=8)
-    return [monitor.step_ended() for _ in range(24)]
+    return [monitor.step_ended() for _ in range(26)]
 
 
 def test_a_window_is_the_median_of_the_steps_from_the_last_begin_of_all_ranks():
     for windows in values_of(run_ranks(2, windows_of_a_rank)):
-        assert [at for at, window in enumerate(windows) if window is not None] == [7, 15, 23]
+        assert [at for at, window in enumerate(windows) if window is not None] == [8, 16, 24], "a step later"
         assert {(window.steps, window.step_s) for window in windows if window is not None} == {(8, 2.0)}
 
 
@@ -194,7 +196,7 @@ def window_of_means() -> Window | None:
     watch = ProbeSchedule()
     monitor = Monitor(ranks(), FakeSpans(), watch, ("a", "b"), ("a",), window=2)
     mean, apart = torch.arange(3000.0), (1 - 2 * dist.get_rank()) * torch.ones(3000)
-    for _ in range(2):
+    for _ in range(2 * READ_EVERY + 1):
         watch.begin_step(True)
         if watch.now is not None:
             watch.now.before("a", mean + 1e3 * apart, -1e3 * apart)
@@ -229,11 +231,11 @@ def test_only_steps_that_compress_are_watched():
 
 
 def windows_with_readings(gradient: float, residual: float) -> list[tuple[float, dict[str, tuple[float, float]]]]:
-    """One step in every window is watched. Rank 1 leaves ``residual`` of a gradient."""
+    """One step in the last of some windows is watched. Rank 1 leaves ``residual`` of a gradient."""
     watch = ProbeSchedule()
     monitor = Monitor(ranks(), FakeSpans(), watch, ("a", "b"), window=4)
     windows = []
-    for _ in range(8):
+    for _ in range(8 * READ_EVERY + 1):
         watch.begin_step(True)
         if watch.now is not None:
             kept = torch.zeros(1)
@@ -243,7 +245,7 @@ def windows_with_readings(gradient: float, residual: float) -> list[tuple[float,
         if window is not None:
             readings = {key: (each.error, each.residual) for key, each in window.readings.items()}
             windows.append((window.error, readings))
-    return windows
+    return windows[READ_EVERY - 1 :: READ_EVERY]
 
 
 def test_windows_have_the_largest_readings_of_all_ranks():

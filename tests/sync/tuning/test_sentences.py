@@ -12,7 +12,8 @@ from gckernels.sync.plans.numbers import change
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.trials.sentences import failed, restarted, resumed
 from gckernels.sync.tuning.trials.trial_report import PlainSteps, Tried, compresses, stays_plain
-from gckernels.sync.tuning.watching.watch_report import drifted, faster, link_changed, refined, tries_plain
+from gckernels.sync.tuning.watching.pace import Occasion
+from gckernels.sync.tuning.watching.watch_report import reason, refined
 
 RECORDED = PlainSteps(buckets=7, nbytes=29.4e6, plain_s=0.266, bare_s=0.058)
 FOUR_BITS = Tried("14 BlockQuant(bits=4) by allgather, 3 exact", "auto", 0.096, 0.101, 0.13, 5.2948e6)
@@ -71,11 +72,6 @@ def test_plain_averaging_that_goes_on():
             "2 plans predicted to be faster, found in 0.430 s, to be tried: 17 Cast16, predicted 148 ms; 3 exact",
         ),
         (compresses(RECORDED, FOUR_BITS, [], LISTED).log, "error 0.13 allowed by the list; why not more"),
-        (drifted(0.18, 0.101, 3, 100).log, "180 ms where 101 ms are expected (+78 %), for 3 windows of 100 steps"),
-        (link_changed(0.18, 0.101, 2.8).log, "waits for communication 2.80 times as long as before: planning anew"),
-        (link_changed(0.09, 0.18, 0.25).log, "waits for communication 25 % of the time of before"),
-        (faster(0.077, 0.1).log, "compressed step takes 77.0 ms where 100 ms are expected (-23 %), so compression may"),
-        (tries_plain(0.07, 0.066).log, "a compressed step takes 70.0 ms, a plain one took 66.0 ms (+6.1 %)"),
         (
             refined(["a"], "EFSignSGD", "BlockQuant", "its error is 0.95").log,
             "a: its error is 0.95; BlockQuant instead",
@@ -112,17 +108,6 @@ def test_sentences_for_the_log_are_single_lines(text, expected):
         ),
         (resumed(1200, "17 Cast16"), "The saved plan goes on, without trials."),
         (restarted("17 Cast16", "its trials had not ended"), "The saved plan is tuned anew: its trials had not ended."),
-        (drifted(0.18, 0.101, 3, 100), "Steps are 78 % longer than expected. New plans are made and tried."),
-        (drifted(0.08, 0.1, 3, 100), "Steps are 20 % shorter than expected. New plans are made and tried."),
-        (
-            link_changed(0.18, 0.101, 2.8),
-            "Steps wait for communication 2.80 times as long as before. New plans are made and tried.",
-        ),
-        (
-            tries_plain(0.07, 0.066),
-            "Compressed steps are 6.1 % longer than plain ones were. Plain ones are tried again.",
-        ),
-        (faster(0.5, 1.0), "Compressed steps are 50 % shorter than expected. Plain ones are tried again."),
         (
             refined(list("abcde"), "EFSignSGD", "BlockQuant", "the error is 0.95"),
             "BlockQuant follows EFSignSGD for a, b, c and 2 others: the error is 0.95.",
@@ -135,6 +120,18 @@ def test_sentences_for_the_log_are_single_lines(text, expected):
 )
 def test_sentences_for_pages(sentences, expected):
     assert sentences.page == expected
+
+
+@pytest.mark.parametrize(
+    ("occasion", "step_s", "expected"),
+    [
+        (Occasion.SLOWER, 0.18, "a step takes 180 ms where 101 ms was usual (+78 %)"),
+        (Occasion.FASTER, 0.05, "a step takes 50.0 ms where 101 ms was usual (-50 %)"),
+        (Occasion.DUE, 0.1, "plans were compared again"),
+    ],
+)
+def test_reasons_of_comparisons(occasion, step_s, expected):
+    assert reason(occasion, step_s, 0.101) == expected
 
 
 @pytest.mark.parametrize(

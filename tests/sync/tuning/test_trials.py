@@ -1,174 +1,208 @@
-"""Trials of plans: every arm has its turn, close ones have more, and plain wins unless it is clearly beaten."""
+"""Trials of plans: every arm has its turn, rivals are compared in turns, and plain stays unless it is beaten."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
-from gckernels.sync.tuning.trials.trials import LONG_TURN, PLAIN, SHORTEST, TURN, UNCOUNTED, Trials, Turn
+from gckernels.sync.tuning.trials.trials import MOST, PLAIN, TURN, UNCOUNTED, Rules, Trials, Turn
+
+Draw = Callable[[int, int], float]
+"""The seconds of an arm's step, given the number of all steps before it."""
 
 
-def played(medians_s, left=51, jitter=0.0, spread=None, more=0):
-    """The trials of arms whose steps take these seconds, and the arms of the turns."""
-    trials, arms = Trials.of(len(medians_s)), []
-    while (turn := trials.next_turn(left, more)) is not None:
-        is_first = not trials.turns[turn.arm]
-        assert SHORTEST <= turn.steps <= (TURN if is_first else min(LONG_TURN, left + more))
-        left -= turn.steps
-        arms.append(turn.arm)
-        scale = jitter if spread is None else spread[turn.arm]
-        counted = range(turn.steps - UNCOUNTED)
-        times = [medians_s[turn.arm] * (1.0 + scale * (1 if step % 2 else -1)) for step in counted]
-        trials = trials.after(turn.arm, times)
-    return trials, arms
+class Player:
+    """Plays rules with drawn steps.
+
+    Args:
+        draw: the seconds of a step.
+        broken: the arms that cannot be built.
+    """
+
+    def __init__(self, draw: Draw, broken: frozenset[int] = frozenset()) -> None:
+        self.draw, self.broken, self.step, self.turns = draw, broken, 0, []
+
+    def play(self, rules: Rules[None]) -> None:
+        try:
+            turn = next(rules)
+            while True:
+                self.turns.append(turn)
+                times = None
+                if turn.arm not in self.broken:
+                    times = [self.draw(turn.arm, self.step + at) for at in range(turn.uncounted, turn.steps)]
+                    self.step += turn.steps
+                turn = rules.send(times)
+        except StopIteration:
+            pass
+
+    @property
+    def arms(self) -> list[int]:
+        return [turn.arm for turn in self.turns]
 
 
-def test_every_arm_has_a_turn_plain_first():
-    trials, arms = played([1.0, 0.5, 0.7])
-    assert arms == [0, 1, 2]
-    assert trials.winner == 1
+def raced(medians_s: list[float], jitter: float = 0.0, **options: frozenset[int]) -> tuple[Trials, Player]:
+    """The trials of arms whose steps take these seconds after their first race, in which plain has its turn first."""
+    player = Player(lambda arm, step: medians_s[arm] * (1.0 + jitter * (1 if step % 2 else -1)), **options)
+    trials = Trials()
+    player.play(trials.race())
+    trials.join([1.0] * (len(medians_s) - 1))
+    player.play(trials.race())
+    return trials, player
 
 
-def test_close_arms_have_more_turns_and_the_others_none():
-    _, arms = played([1.0, 0.50, 0.51], left=100)
-    assert arms[:3] == [0, 1, 2]
-    assert set(arms[3:]) == {1, 2}
+def test_every_arm_has_a_turn_plain_first_and_the_best_one_another():
+    trials, player = raced([1.0, 0.5, 0.7])
+    assert player.arms == [0, 1, 2, 1] and trials.incumbent == 1
+    assert player.turns[0].uncounted > UNCOUNTED, "everything takes longer when a training begins"
+    assert player.turns[1:] == [Turn(arm, TURN, UNCOUNTED) for arm in (1, 2, 1)]
 
 
-def test_an_arm_that_is_close_to_plain_is_tried_again_beside_it():
-    trials, arms = played([1.0, 0.97], left=51)
-    assert arms == [0, 1, 1, 0, 1]
-    assert trials.winner == 1
-
-
-def test_first_turns_are_shorter_if_there_are_many_arms():
-    assert Trials.of(4).next_turn(58).steps == TURN
-    assert Trials.of(8).next_turn(58).steps == 58 // 8 - 1
-    assert Trials.of(30).next_turn(58).steps == SHORTEST
-
-
-def test_arms_that_join_have_a_turn_beside_what_was_measured_before():
-    trials = Trials.of(1).after(PLAIN, [1.0] * 8).joined(1).after(1, [0.5] * 8)
-    assert trials.winner == 1 and trials.next_turn(50) is None
-    joined = trials.joined(1)
-    assert joined.winner == 1 and joined.next_turn(20) == Turn(2, TURN)
-    assert joined.after(2, [0.3] * 8).winner == 2
+def test_rivals_are_compared_in_turns_that_become_longer():
+    trials, player = raced([1.0, 0.50, 0.49, 0.8], jitter=0.03)
+    assert player.arms[:5] == [0, 1, 2, 3, 2] and trials.incumbent in (1, 2)
+    later = player.turns[5:]
+    assert {turn.arm for turn in later} == {1, 2} and later[0].arm == 1, "the best one has just run"
+    assert [turn.steps for turn in later] == sorted(turn.steps for turn in later)
+    assert sum(turn.steps + 1 for turn in later) <= MOST
 
 
 @pytest.mark.parametrize("gain", [-1.0, -0.01, 0.0, 0.01, 0.0199])
-def test_plain_wins_unless_it_is_beaten_by_two_percent(gain):
-    assert played([1.0, 1.0 - gain])[0].winner == PLAIN
+def test_plain_stays_unless_it_is_beaten_by_two_percent(gain):
+    assert raced([1.0, 1.0 - gain])[0].incumbent == PLAIN
 
 
-def test_noisy_plain_steps_ask_for_a_larger_gain():
-    assert played([1.0, 0.95])[0].winner == 1
-    assert played([1.0, 0.95], spread=[0.2, 0.0])[0].winner == PLAIN
-    assert played([1.0, 0.5], spread=[0.2, 0.2])[0].winner == 1
+@pytest.mark.parametrize("gain", [0.06, 0.2, 0.6])
+def test_a_plan_that_gains_wins(gain):
+    assert raced([1.0, 1.0 - gain])[0].incumbent == 1
 
 
-def noisy(medians_s, step_noise, turn_noise, rng, left=50):
-    """The winner of trials whose steps, and whose turns as a whole, are slower by chance."""
-    trials = Trials.of(len(medians_s))
-    while (turn := trials.next_turn(left)) is not None:
-        left -= turn.steps + 1
-        turn_s = medians_s[turn.arm] * (1.0 + abs(rng.gauss(0.0, turn_noise)))
-        times = [turn_s * (1.0 + abs(rng.gauss(0.0, step_noise))) for _ in range(turn.steps - UNCOUNTED)]
-        trials = trials.after(turn.arm, times)
-    return trials.winner
+def test_a_handicap_counts_as_longer_steps():
+    for handicap, winner in ((1.0, 2), (1.34, 1)):
+        trials, player = Trials(), Player(lambda arm, _: (1.0, 0.5, 0.45)[arm])
+        player.play(trials.race())
+        trials.join([1.0, handicap])
+        player.play(trials.race())
+        assert trials.incumbent == winner
 
 
-@pytest.mark.parametrize(
-    ("step_noise", "turn_noise", "wrong"), [(0.01, 0.0, 0.0), (0.05, 0.0, 0.02), (0.1, 0.0, 0.05), (0.1, 0.1, 0.2)]
-)
-def test_plans_that_are_a_little_slower_rarely_win_by_chance(step_noise, turn_noise, wrong):
+def noisy(medians_s: list[float], step_noise: float, rng: random.Random) -> int:
+    """The winner of trials whose steps are slower by chance."""
+    trials, player = Trials(), Player(lambda arm, _: medians_s[arm] * (1.0 + abs(rng.gauss(0.0, step_noise))))
+    player.play(trials.race())
+    trials.join([1.0] * (len(medians_s) - 1))
+    player.play(trials.race())
+    return trials.incumbent
+
+
+@pytest.mark.parametrize(("step_noise", "wrong"), [(0.01, 0.0), (0.05, 0.05), (0.1, 0.08)])
+def test_plans_that_are_a_little_slower_rarely_win_by_chance(step_noise, wrong):
     rng = random.Random(0)
-    winners = [noisy([1.0, 1.02, 1.02], step_noise, turn_noise, rng) for _ in range(100)]
+    winners = [noisy([1.0, 1.02, 1.02], step_noise, rng) for _ in range(100)]
     assert sum(winner != PLAIN for winner in winners) <= 100 * wrong
-    assert all(noisy([1.0, 0.5, 0.9], step_noise, turn_noise, rng) == 1 for _ in range(20))
+    assert all(noisy([1.0, 0.5, 0.9], step_noise, rng) == 1 for _ in range(20))
 
 
-@pytest.mark.parametrize(("step_noise", "gain", "missed"), [(0.01, 0.05, 0.0), (0.05, 0.05, 0.15), (0.1, 0.1, 0.1)])
+@pytest.mark.parametrize(("step_noise", "gain", "missed"), [(0.01, 0.05, 0.0), (0.05, 0.1, 0.1), (0.1, 0.15, 0.15)])
 def test_gains_are_rarely_missed_because_of_noise(step_noise, gain, missed):
     rng = random.Random(0)
-    winners = [noisy([1.0, 1.0 - gain, 1.0], step_noise, 0.0, rng) for _ in range(100)]
+    winners = [noisy([1.0, 1.0 - gain, 1.0], step_noise, rng) for _ in range(100)]
     assert sum(winner != 1 for winner in winners) <= 100 * missed
 
 
-def test_turns_that_differ_are_noise_although_their_steps_are_alike():
-    trials = Trials.of(2).after(0, [1.0] * 8).after(1, [0.8] * 8)
-    assert trials.winner == 1
-    assert trials.after(0, [1.3] * 8).after(1, [1.1] * 8).winner == PLAIN
+def test_a_sweep_in_which_something_else_changes_is_made_again():
+    """The turns of the compressed arms are disturbed, so that plain seems best."""
+    trials, player = Trials(), Player(lambda arm, step: (1.0, 0.5, 0.7)[arm] * (3.0 if 6 <= step < 21 else 1.0))
+    player.play(trials.race())
+    trials.join([1.0, 1.0])
+    player.play(trials.race())
+    assert player.arms[:4] == [0, 1, 2, 0] and trials.was_disturbed
+    assert trials.incumbent == 1
 
 
-def test_a_gain_near_two_percent_is_doubtful_if_noise_is_as_large():
-    noisy_ones = [0.6, 1.4] * 4
-    trials = Trials.of(2).after(0, noisy_ones)
-    assert not trials.is_doubtful
-    assert trials.after(1, [0.9 * each for each in noisy_ones]).is_doubtful
-    assert trials.after(1, [1.1 * each for each in noisy_ones]).is_doubtful
-    assert not trials.after(1, [2.0 * each for each in noisy_ones]).is_doubtful, "it has lost"
-    assert not trials.after(1, [0.1 * each for each in noisy_ones]).is_doubtful, "it has won"
-    assert not Trials.of(2).after(0, [1.0] * 8).after(1, [0.97] * 8).is_doubtful
+def test_one_disturbed_step_in_a_turn_changes_nothing():
+    trials, _ = Trials(), None
+    player = Player(lambda arm, step: (1.0, 0.5)[arm] * (30.0 if step in (4, 9, 10) else 1.0))
+    player.play(trials.race())
+    trials.join([1.0])
+    player.play(trials.race())
+    assert trials.incumbent == 1
 
 
-def test_a_long_turn_counts_as_several():
-    trials = Trials.of(2).after(0, [1.0] * 48).after(1, [1.0] * 9)
-    assert [[len(turn) for turn in turns] for turns in trials.turns] == [[12] * 4, [9]]
-    assert sum(map(len, Trials.of(1).after(0, [1.0] * 43).turns[0])) == 43
+def test_a_challenger_wins_when_it_is_faster_in_every_pair():
+    trials, player = raced([1.0, 0.5, 0.7])
+    player.draw = lambda arm, _: (1.0, 0.9, 0.6)[arm]
+    player.turns.clear()
+    player.play(trials.compare([2], [0.9] * 25))
+    assert trials.incumbent == 2 and player.arms == [2, 1, 2, 1], "two turns, each before and after the incumbent's"
+    assert trials.ratios[1] == pytest.approx(1.5, rel=0.01) and trials.ratios[2] == 1.0
 
 
-def test_rivals_of_the_best_arm_have_as_many_turns():
-    trials, arms = played([1.0, 0.5, 0.6, 0.8], left=43, more=400)
-    assert arms[:4] == [0, 1, 2, 3] and sorted(arms[4:]) == [1, 1, 2, 2] and trials.winner == 1
-    assert played([1.0, 0.5, 0.7], left=43, more=400)[1] == [0, 1, 2], "it is too far away"
-    assert played([1.0, 0.7, 1.1], left=31, more=400)[1] == [0, 1, 2], "only one is faster than plain steps"
+def test_a_challenger_that_is_slower_has_one_turn():
+    trials, player = raced([1.0, 0.5, 0.7])
+    player.turns.clear()
+    player.play(trials.compare([2], [0.5] * 25))
+    assert trials.incumbent == 1 and player.arms == [2, 1]
 
 
-def test_plain_steps_have_as_many_turns_as_a_plan_that_is_little_faster():
-    """The first steps of a training take longer than later ones."""
-    trials, arms = played([1.0, 0.9, 1.1], left=31, more=400)
-    assert arms[:3] == [0, 1, 2] and sorted(arms[3:]) == [0, 0, 1, 1] and trials.winner == 1
+@pytest.mark.parametrize("at", range(0, 12, 2))
+def test_a_change_of_the_machine_in_a_comparison_lets_nobody_win(at):
+    """Everything takes three times as long from some step on, or until then."""
+    for slow, fast in itertools.permutations((3.0, 1.0)):
+        trials, player = raced([1.0, 0.5, 0.55])
+        begin = player.step
+        player.draw = lambda arm, step, b=begin, s=slow, f=fast: (1.0, 0.5, 0.55)[arm] * (f if step - b < at else s)
+        player.play(trials.compare([2], [0.5 * fast] * 25))
+        assert trials.incumbent == 1
 
 
-def test_noise_alone_does_not_take_its_place_from_a_plan_that_has_won_before():
-    for incumbent, winner in ((None, PLAIN), (1, 1), (2, PLAIN)):
-        trials = Trials.of(3, incumbent=incumbent).after(0, [0.8, 1.2] * 4).after(1, [0.72, 1.08] * 4)
-        assert trials.after(2, [0.99] * 8).winner == winner
-    assert trials.is_doubtful, "trials go on in any case"
+def test_an_arm_that_cannot_be_built_is_left_out():
+    trials, player = raced([1.0, 0.3, 0.5], broken=frozenset([1]))
+    assert trials.incumbent == 2 and trials.arms == (0, 2)
+    player.turns.clear()
+    player.play(trials.compare([1, 0], [0.5] * 25))
+    assert player.arms == [0, 2]
 
 
-def test_turns_are_long_while_noise_hides_what_a_plan_saves():
-    trials = Trials.of(2).after(0, [0.6, 1.4] * 4).after(1, [0.5, 1.3] * 4)
-    assert trials.next_turn(0) is None
-    assert trials.next_turn(0, more=200).arm in (0, 1) and trials.next_turn(0, more=200).steps <= LONG_TURN
+def test_challengers_take_turns_without_news_and_the_fastest_one_comes_with_news():
+    trials, player = raced([1.0, 0.5, 0.7, 0.8])
+    assert trials.next_challengers(True) == [2] and trials.next_challengers(True, is_faster=True) == [2, PLAIN]
+    seen = []
+    for _ in range(6):
+        seen += trials.next_challengers(False)
+        player.play(trials.compare(seen[-1:], [0.5] * 25))
+    assert seen[:3] == [2, 3, 0] and sorted(seen[3:]) == [0, 2, 3]
+    assert raced([1.0])[0].next_challengers(False) == []
 
 
-def test_one_slow_step_in_a_turn_changes_nothing():
-    trials = Trials.of(2).after(0, [1.0] * 9).after(1, [0.8] * 8 + [30.0])
-    assert trials.winner == 1
-    assert Trials.of(2).after(0, [1.0] * 8 + [30.0]).after(1, [0.99] * 9).winner == PLAIN
+def test_comparisons_cost_a_small_share_of_all_steps():
+    trials, player = raced([1.0, 0.2, 0.9])
+    assert trials.may_compare and trials.lost_s == 0.0
+    while trials.may_compare:
+        player.play(trials.compare([PLAIN], [0.2] * 25))
+    # two exact steps and a turn of plain steps, each 0.8 s longer than the incumbent's
+    assert trials.lost_s / (7 * 0.8) == pytest.approx(trials.steps / 7, rel=0.02) and trials.steps % 7 == 0
+    for _ in range(1000):
+        trials.ran([0.2] * 25)
+    assert trials.may_compare
 
 
-def test_the_turns_never_take_more_steps_than_are_left():
-    for left in range(60):
-        trials, arms = played([1.0, 0.98, 0.97], left=left, jitter=0.1)
-        taken = sum(len(times) for times in trials.step_s) + UNCOUNTED * len(arms)
-        assert taken <= max(left, 3 * SHORTEST)
+def test_a_saved_winner_goes_on_beside_what_was_known():
+    trials = Trials()
+    trials.join([1.0, 1.0])
+    trials.resume(1, 0.5, 1.0)
+    assert (trials.incumbent, trials.plain_s, trials.median_s(1)) == (1, 1.0, 0.5)
+    assert set(trials.next_challengers(False)) <= {0, 2}
 
 
-def test_arms_without_a_turn_do_not_win():
-    assert Trials.of(3).winner == PLAIN
-    assert Trials.of(3).after(0, [1.0] * 9).winner == PLAIN
-    assert Trials.of(3).after(0, [1.0] * 9).after(2, [0.5] * 9).winner == 2
+def test_the_plain_step_is_known_beside_the_one_that_runs():
+    trials, _ = raced([1.0, 0.5])
+    trials.ran([1.5] * 25)  # everything takes three times as long
+    assert trials.plain_s == pytest.approx(3.0)
 
 
 def test_nothing_is_tried_if_there_is_nothing_but_plain():
-    trials, arms = played([1.0], left=51)
-    assert arms == [0] and trials.winner == PLAIN
-
-
-def test_without_time_every_arm_has_one_short_turn():
-    trials, arms = played([1.0, 0.5], left=-50)
-    assert arms == [0, 1] and trials.winner == 1
-    assert {len(each) for each in trials.step_s} == {SHORTEST - UNCOUNTED}
+    trials, player = raced([1.0])
+    assert trials.incumbent == PLAIN and player.arms == [0]
