@@ -37,6 +37,7 @@ class Communicators:
     Attributes:
         rank: rank of the calling process in ``group``.
         world_size: number of ranks in ``group``.
+        ranks: the ranks of ``group``, numbered as in the job.
         places: as given.
         topology: as given.
         phases: number of collectives of the longest program.
@@ -60,7 +61,7 @@ class Communicators:
         self.places, self.topology = places, topology
         self.phases = max((1 + site.phase for site in sites), default=1)
         self.offloads = any(places.actual(site.place) == Place.HOST for site in sites)
-        ranks = dist.get_process_group_ranks(group)
+        self.ranks = ranks = dist.get_process_group_ranks(group)
         backend = group._get_backend(places.device)  # has the timeout of the group; new_group would take the default
 
         def wanted(members: Sequence[int], name: str, gloo: bool = False) -> Wanted:
