@@ -157,12 +157,12 @@ def described(own: Word, words: Mapping[int, Word], others: Collection[int], is_
     gave_up = [word.rank for word in words.values() if word.kind == _LATE and word.place == own.place]
     if causes:
         found = causes[:_SHOWN]
-    elif own.kind == _CLOSED and gave_up:
-        found = [f"rank {own.rank} came too late to {own.place}: {_ranks(gave_up)} given up waiting"]
     elif closed:
         found = [f"{_ranks(closed)} not sent {own.part}: the connection is closed, as by a process that has ended"]
     elif silent:
         found = [f"{_ranks(silent)} not sent {own.part}, and said nothing: busy elsewhere, stopped, or cut off"]
+    elif own.kind == _CLOSED and gave_up:
+        found = [f"rank {own.rank} came too late to {own.place}: {_ranks(gave_up)} given up waiting"]
     elif elsewhere:
         found = [f"{_ranks(word.rank for word in elsewhere)} not sent {own.part}"]
     elif is_complete:

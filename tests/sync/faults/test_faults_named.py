@@ -201,6 +201,11 @@ def test_what_is_said_of_a_failure():
     # connections that other ranks have closed when they gave up say nothing of a silent rank
     after = {2: word(2, RuntimeError(str(CLOSED)), peer=0)}
     assert described(own, after, [1, 2], True).startswith(f"rank 1 has not sent {part}, and said nothing")
+    closed = word(2, RuntimeError(str(CLOSED)), peer=0)
+    assert described(closed, {0: own}, [0, 1], True).startswith(f"rank 1 has not sent {part}, and said nothing")
+    assert described(closed, {0: own, 1: own}, [0, 1], True).startswith("rank 2 came too late to AllToAll of a, b, c")
+    broken = {1: word(1, ArithmeticError("broken"), what="")}
+    assert described(closed, broken, [0, 1], True) == "rank 1 has failed in step 7: ArithmeticError: broken"
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"nothing", b'{"rank": 1}', b'{"rank": "x"}', b"9" * 5000, b"\xff\xfe"])
