@@ -6,6 +6,7 @@ combination therefore has separate process groups, in which collectives are issu
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from ..programs.rules import Site
 from ..programs.steps import Level, Place
 from ..programs.topology import Topology
 from ..resources.memory_spaces import Places
-from .groups import Wanted, hang_up, make_groups
+from .groups import Wanted, make_groups
 from .links import RankConnections
 
 _META_PLACES = Places(torch.device("meta"), torch.device("meta"), apart=False)
@@ -106,6 +107,7 @@ class Communicators:
 
     def hang_up(self) -> None:
         """Close the connections of this rank, so that ranks that wait for it fail."""
+        hang_up = importlib.import_module(".hanging_up", __package__).hang_up
         for group in self._open():
             hang_up(group)
 

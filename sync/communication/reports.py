@@ -19,7 +19,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..programs.steps import Level
 from .collectives import CONSEQUENCES
+from .communicators import Communicators
 from .links import PEER
 
 PATIENCE_S = 1.0
@@ -170,6 +172,24 @@ def described(own: Word, words: Mapping[int, Word], others: Collection[int], is_
     else:
         found = [f"{_ranks(others)} not sent {own.part}; the store of the job, where they may say why, does not answer"]
     return "; ".join([*found, *(f"rank {word.rank} is in {word.place}" for word in elsewhere[:_SHOWN])])
+
+
+def reported(
+    communicators: Communicators, place: tuple[str, Sequence[str], Level] | None, step: int | None, error: BaseException
+) -> Report:
+    """The report of a failure of a message.
+
+    Args:
+        communicators: the process groups of the message.
+        place: name, units and level of the collective that has failed; ``None`` if the failure is in none.
+        step: the training step.
+        error: the error.
+    """
+    ranks, own = communicators.ranks, communicators.rank
+    what, keys, level = ("", (), Level.FLAT) if place is None else place
+    members = next(found for found in communicators.topology.groups(level) if own in found)
+    word = Word.of(ranks[own], what, keys, step, error)
+    return Report(str(communicators.averaging.group_name), word, [ranks[each] for each in members])
 
 
 def explained(group: dist.ProcessGroup, what: str, names: Sequence[str], step: int | None, error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -50,14 +50,10 @@ class Failures:
         """Tell the other ranks where the first error is."""
         if (communicators := self._communicators) is not None:
             reports = importlib.import_module("..communication.reports", __package__)
-            own, ranks, what = communicators.rank, communicators.ranks, ""
-            keys: Sequence[str] = ()
+            place = None
             if stage is not None and stage.spec.level is not None:
-                what, keys = stage.spec.name, stage.keys
-                groups = communicators.topology.groups(stage.spec.level)
-                ranks = [ranks[each] for each in next(found for found in groups if own in found)]
-            word = reports.Word.of(communicators.ranks[own], what, keys, self.step, error)
-            self._report = reports.Report(communicators.averaging.group_name, word, ranks)
+                place = stage.spec.name, stage.keys, stage.spec.level
+            self._report = reports.reported(communicators, place, self.step, error)
 
     def raised(self, error: BaseException, event: str = "synchronisation failed") -> RuntimeError:
         """The error to raise in the training. Waits for a moment for what other ranks say."""
