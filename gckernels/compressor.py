@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .toolkit.fields import as_dtype
+from .toolkit.fields import as_dtype, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ def from_json(record: dict[str, Any]) -> Compressor:
     if too_deep(record):
         raise ValueError(f"compressor: more than {MAX_JSON_DEPTH} levels of nested lists and objects")
     if not isinstance(record, dict) or "name" not in record:
-        raise ValueError(f"compressor: expected an object with a 'name', got {record!r}")
+        raise ValueError(f"compressor: expected an object with a 'name', got {shown(record)}")
     fields = {key: value for key, value in record.items() if key != "name"}
     return _build(record["name"], fields)
 
@@ -223,12 +223,12 @@ def _literal(node: ast.expr) -> Any:
 
 def _build(name: Any, fields: dict[str, Any]) -> Compressor:
     if not isinstance(name, str) or name not in COMPRESSORS:
-        raise ValueError(f"compressor: unknown name {name!r}; known are {', '.join(sorted(COMPRESSORS))}")
+        raise ValueError(f"compressor: unknown name {shown(name)}; known are {', '.join(sorted(COMPRESSORS))}")
     cls = COMPRESSORS[name]
     known = {field.name: field for field in dataclasses.fields(cls)}
     for key in fields:
         if key not in known:
-            raise ValueError(f"compressor {name}: unknown field {key!r}; known are {', '.join(known) or 'none'}")
+            raise ValueError(f"compressor {name}: unknown field {shown(key)}; known are {', '.join(known) or 'none'}")
     for key, value in fields.items():
         if known[key].type in _DTYPE_TYPES:  # a dtype is written as its name, "bfloat16"
             fields = fields | {key: as_dtype(f"compressor {name}: {key}", value)}

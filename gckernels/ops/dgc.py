@@ -54,7 +54,7 @@ from dataclasses import dataclass
 
 from ..compressor import Traits
 from ..registration import register
-from ..toolkit.fields import require_float, require_in
+from ..toolkit.fields import require_float, require_in, shown
 from ..toolkit.sparsifier import Sparsifier
 from ..toolkit.sparsifier.selection import Sampled
 from ..toolkit.sparsifier.states import Accumulation
@@ -96,13 +96,13 @@ class DGC(Sparsifier):
         require_float("DGC", "momentum", self.momentum, 0.0, 1.0)
         require_in("DGC", "nesterov", self.nesterov, (False, True))
         if self.nesterov and not self.momentum:
-            raise ValueError(f"DGC: momentum must be above 0 with nesterov, got {self.momentum}")
+            raise ValueError(f"DGC: momentum must be above 0 with nesterov, got {shown(self.momentum)}")
         if self.clip is not None:
             require_float("DGC", "clip", self.clip, 2.0**-126, math.inf)
         for field, smallest in (("workers", 1), ("warmup_steps", 0)):
             value = getattr(self, field)
             if type(value) is not int or not smallest <= value < 2**63:
-                raise ValueError(f"DGC: {field} must be an int from {smallest} up, got {value!r}")
+                raise ValueError(f"DGC: {field} must be an int from {smallest} up, got {shown(value)}")
 
     @functools.cached_property
     def traits(self) -> Traits:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .collectives import all_gather, device_of_group, exchange_text
+from .collectives import CONSEQUENCES, all_gather, device_of_group, exchange_text
 
 T = TypeVar("T")
-
-_CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of errors that a rank has because another one has failed before."""
 
 
 class Disagreement(RuntimeError):
@@ -31,6 +30,28 @@ class Failure:
     """
 
     text: str
+
+
+@contextlib.contextmanager
+def named(group: dist.ProcessGroup, what: str, names: Sequence[str] = (), step: int | None = None) -> Iterator[None]:
+    """A context for a collective that belongs to no message. Its error names the ranks that have not taken part.
+
+    Args:
+        group: the ranks.
+        what: the collective, for errors.
+        names: the names of what is sent in it.
+        step: the training step; ``None`` if it belongs to none.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = ""
+        with contextlib.suppress(Exception):  # the group may be gone
+            reports = importlib.import_module(".reports", __package__)
+            said = reports.explained(group, what, names, step, error)
+        raise RuntimeError(
+            f"gckernels: {what} failed: {said and f'{said}: '}{type(error).__name__}: {error}"
+        ) from error
 
 
 def together(group: dist.ProcessGroup, device: torch.device, work: Callable[[], T]) -> T | Failure:
@@ -49,9 +70,11 @@ def together(group: dist.ProcessGroup, device: torch.device, work: Callable[[], 
         result = work()
     except Exception as error:
         report = f"{type(error).__name__}: {error}"
-    failed = [(rank, text) for rank, text in enumerate(exchange_text(group, device, report)) if text]
+    with named(group, "the comparison of errors"):
+        texts = exchange_text(group, device, report)
+    failed = [(rank, text) for rank, text in enumerate(texts) if text]
     if failed:
-        causes = [each for each in failed if not any(words in each[1] for words in _CONSEQUENCES)]
+        causes = [each for each in failed if not any(words in each[1] for words in CONSEQUENCES)]
         rank, text = (causes or failed)[0]
         return Failure(f"{text} (rank {rank})")
     assert result is not None
@@ -86,7 +109,8 @@ def agreed(
         problem = error
     hashes = [_hash(text) for text in texts]
     report = f"problem: {problem}" if problem else f"settings: {_hash(str(hashes)):x} {len(texts)} {texts[0]}"
-    reports = exchange_text(group, device, report)
+    with named(group, f"{caller}: the comparison of settings"):
+        reports = exchange_text(group, device, report)
     if problem is not None:
         raise problem
     for rank, text in enumerate(reports):

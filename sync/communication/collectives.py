@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 
 _TEXT_NBYTES = 4096
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""Parts of errors that a rank has because another one has failed before."""
 
 # torch 2.13 deprecates the older names, torch 2.11 has only those
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

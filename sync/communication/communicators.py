@@ -6,6 +6,7 @@ combination therefore has separate process groups, in which collectives are issu
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from ..programs.rules import Site
 from ..programs.steps import Level, Place
 from ..programs.topology import Topology
 from ..resources.memory_spaces import Places
-from .groups import Wanted, hang_up, make_groups
+from .groups import Wanted, make_groups
 from .links import RankConnections
 
 _META_PLACES = Places(torch.device("meta"), torch.device("meta"), apart=False)
@@ -37,6 +38,7 @@ class Communicators:
     Attributes:
         rank: rank of the calling process in ``group``.
         world_size: number of ranks in ``group``.
+        ranks: the ranks of ``group``, numbered as in the job.
         places: as given.
         topology: as given.
         phases: number of collectives of the longest program.
@@ -60,7 +62,7 @@ class Communicators:
         self.places, self.topology = places, topology
         self.phases = max((1 + site.phase for site in sites), default=1)
         self.offloads = any(places.actual(site.place) == Place.HOST for site in sites)
-        ranks = dist.get_process_group_ranks(group)
+        self.ranks = ranks = dist.get_process_group_ranks(group)
         backend = group._get_backend(places.device)  # has the timeout of the group; new_group would take the default
 
         def wanted(members: Sequence[int], name: str, gloo: bool = False) -> Wanted:
@@ -105,6 +107,7 @@ class Communicators:
 
     def hang_up(self) -> None:
         """Close the connections of this rank, so that ranks that wait for it fail."""
+        hang_up = importlib.import_module(".hanging_up", __package__).hang_up
         for group in self._open():
             hang_up(group)
 

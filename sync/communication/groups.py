@@ -8,7 +8,7 @@ get its name, and then reads the addresses of the old one. Here a counter in the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,6 @@ from .collectives import exchange_text, on_any_rank
 ATTEMPTS = 2
 """How often ranks try to connect."""
 
-_NO_TAG = 1 << 16  # no exchange has it
 _kept: dict[tuple[int, ...], dist.ProcessGroup] = {}  # groups of some ranks
 
 
@@ -72,23 +71,6 @@ def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.de
     made = _make_group(wanted, (ticket - 1) // len(members), like)
     _connect([made], made, device)
     return made
-
-
-def hang_up(group: dist.ProcessGroup) -> None:
-    """Close the connections of this rank in a group of Gloo, so that ranks that wait for it there fail.
-
-    A group that is destroyed keeps its connections as long as anything refers to its operations, as the traceback of an
-    error does. Gloo itself closes all of them when a receive times out.
-    """
-    if dist.get_backend(group) != dist.Backend.GLOO:
-        return
-    for other in range(group.size()):
-        if other != group.rank():
-            with suppress(RuntimeError):
-                received = torch.empty(1, dtype=torch.uint8, device="cpu")
-                work = dist.irecv(received, group=group, group_src=other, tag=_NO_TAG)
-                assert work is not None
-                work.wait(timedelta(milliseconds=1))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,32 @@ from ..programs.lanes import IN_FLIGHT
 ONE_WAY_NBYTES = 1 << 14
 """The bytes of a tensor from which directions have separate groups. Smaller ones delay nothing that comes behind them,
 and TCP is slower on connections that carry little data and that one way."""
+
+
+PEER = "gckernels_peer"
+"""The attribute of an error that has the rank for which was waited, numbered as in the job."""
+
+
+class Transfer(NamedTuple):
+    """A tensor on its way between this rank and another one, whose errors name that rank.
+
+    Attributes:
+        work: the work of ``torch.distributed``.
+        peer: the other rank in ``group``.
+        group: the group.
+    """
+
+    work: dist.Work
+    peer: int
+    group: dist.ProcessGroup
+
+    def wait(self) -> None:
+        """Wait until the tensor has been sent or received."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            setattr(error, PEER, dist.get_global_rank(self.group, self.peer))
+            raise
 
 
 @dataclass(frozen=True)
@@ -59,20 +86,22 @@ class RankConnections:
         """
         return next(self._turns) % IN_FLIGHT
 
-    def send(self, tensor: torch.Tensor, to: int, turn: int) -> dist.Work:
+    def send(self, tensor: torch.Tensor, to: int, turn: int) -> Transfer:
         """Begin to send ``tensor``, contiguous and on the CPU, to a rank of the level, in an exchange."""
-        work = dist.isend(tensor, group=self._group(self.index, to, tensor), group_dst=to, tag=turn)
+        group = self._group(self.index, to, tensor)
+        work = dist.isend(tensor, group=group, group_dst=to, tag=turn)
         assert work is not None
-        return work
+        return Transfer(work, to, group)
 
-    def receive(self, tensor: torch.Tensor, sender: int, turn: int) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, sender: int, turn: int) -> Transfer:
         """Begin to receive ``tensor``, contiguous and on the CPU, from a rank of the level, in an exchange.
 
         Two ranks match what they send and receive in an exchange in the order of their calls.
         """
-        work = dist.irecv(tensor, group=self._group(sender, self.index, tensor), group_src=sender, tag=turn)
+        group = self._group(sender, self.index, tensor)
+        work = dist.irecv(tensor, group=group, group_src=sender, tag=turn)
         assert work is not None
-        return work
+        return Transfer(work, sender, group)
 
     def _group(self, sender: int, receiver: int, tensor: torch.Tensor) -> dist.ProcessGroup:
         """The group that carries ``tensor``, which has the same size on both ranks."""

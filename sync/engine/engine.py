@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from torch.futures import Future
 
+from ..communication.communicators import Communicators
 from ..messages.message import DenseMessage, Message
 from ..programs.lanes import Route, route_of, submit_stages
 from ..programs.stages import Resource
+from ..resources.lane_kinds import Lane
 from ..resources.lanes import DeviceLanes
 from ..resources.stage import Stage
 from ..resources.workers import Failed, Token, Work
 from . import recorded_step
+from .failures import Failures
 from .ranges import SUBMIT, in_range, is_profiling, observer
 
 if TYPE_CHECKING:
@@ -29,14 +33,16 @@ class Engine:
     Args:
         lanes: the lanes of the rank.
         phases: number of collectives of the longest program.
+        communicators: the process groups of the messages, for errors.
 
     Attributes:
         lanes: as given.
+        failures: the first error of the lanes, with what other ranks say of it.
         step_recorder: records what is submitted while there is no other trace; ``None`` to record nothing.
     """
 
-    def __init__(self, lanes: DeviceLanes, phases: int) -> None:
-        self.lanes, self._phases = lanes, phases
+    def __init__(self, lanes: DeviceLanes, phases: int, communicators: Communicators | None = None) -> None:
+        self.lanes, self._phases, self.failures = lanes, phases, Failures(lanes.failure, communicators)
         self.step_recorder: TimelineRecorder | None = None
         self._finishing = lanes.lane(Resource.COMPUTE, phases)
 
@@ -47,7 +53,8 @@ class Engine:
     def prepare(self, message: Message) -> Route[Stage, Token]:
         """Make the lanes that a message needs, and return its route through them."""
         if message.route is None:
-            message.route = route_of(self.lanes, message.stages, message.channel)
+            stages = [replace(stage, keys=message.keys) for stage in message.stages]
+            message.route = route_of(self.lanes, stages, message.channel)
         return message.route
 
     def submit(self, message: Message, step: int, after: Sequence[Token]) -> Token:
@@ -60,6 +67,7 @@ class Engine:
             step: number of the training step.
             after: tokens of the work that must be done before.
         """
+        self.failures.step = step
         observe = observer(self._recorder, message, step, self._phases)
         submission = functools.partial(submit_stages, self.lanes, self.prepare(message), after, observe)
         return in_range(SUBMIT, submission) if is_profiling() else submission()
@@ -78,16 +86,16 @@ class Engine:
             step: number of the training step.
             ended: as for :meth:`~gckernels.sync.resources.lane_kinds.Lane.start`.
         """
-        (stage,), recorder = message.stages, self._recorder
-        lane = self.lanes.lane(stage.spec.resource, stage.spec.phase)
+        ((stage, lane),), recorder = self.prepare(message).stops, self._recorder
+        assert isinstance(lane, Lane)
+        self.failures.step = step
         if not self.lanes.starts_immediately or (recorder is not None and lane.stream is not None):
             return None
         if (observe := observer(recorder, message, step, self._phases)) is not None:
             stage = observe(stage, lane)
         if recorder is not None:
             recorder.finish()
-        assert stage.begin is not None
-        return lane.start(stage.begin, ended)
+        return lane.start(stage, ended)
 
     def finish(self, tokens: Sequence[Token], work: Work, failed: Failed) -> None:
         """Queue ``work`` behind ``tokens``; after an error, ``failed`` is called with the first error instead."""

@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeAlias
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.futures import Future
 
+from ..communication.communicators import Communicators
+from ..resources.stage import Stage
+from ..resources.workers import LaneFailure
 
-def failure(error: BaseException, event: str = "synchronisation failed") -> RuntimeError:
+if TYPE_CHECKING:
+    from ..communication.reports import Report
+
+
+def failure(error: BaseException, event: str = "synchronisation failed", said: str = "") -> RuntimeError:
     """The error to raise in the training because of ``error`` in a lane, which becomes its cause.
 
-    Its text is, for example, ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``.
+    Its text is, for example, ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``, with
+    what ranks have ``said`` of it in front of the cause.
     """
-    raised = RuntimeError(f"gckernels: {event}: {type(error).__name__}: {error}")
+    raised = RuntimeError(f"gckernels: {event}: {said and f'{said}: '}{type(error).__name__}: {error}")
     raised.__cause__ = error
     return raised
+
+
+class Failures:
+    """The first error of the lanes of an engine, with what other ranks say of it.
+
+    Args:
+        lanes: tells the error.
+        communicators: the ranks; ``None`` if they have nothing to say.
+
+    Attributes:
+        step: the training step whose messages were submitted last; ``None`` if they belong to none.
+    """
+
+    def __init__(self, lanes: LaneFailure, communicators: Communicators | None) -> None:
+        self.step: int | None = None
+        self._communicators = communicators
+        self._report: Report | None = None
+        lanes.tell = self._note
+
+    def _note(self, error: BaseException, stage: Stage | None) -> None:
+        """Tell the other ranks where the first error is."""
+        if (communicators := self._communicators) is not None:
+            reports = importlib.import_module("..communication.reports", __package__)
+            place = None
+            if stage is not None and stage.spec.level is not None:
+                place = stage.spec.name, stage.keys, stage.spec.level
+            self._report = reports.reported(communicators, place, self.step, error)
+
+    def raised(self, error: BaseException, event: str = "synchronisation failed") -> RuntimeError:
+        """The error to raise in the training. Waits for a moment for what other ranks say."""
+        return failure(error, event, "" if self._report is None else self._report.text())
 
 
 class FailedBucket:
@@ -27,11 +68,16 @@ class FailedBucket:
     error itself.
 
     Args:
-        error: the error that training raises.
+        make: returns the error that training raises, when training asks for it.
     """
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, make: Callable[[], Exception]) -> None:
+        self._make = make
+
+    @functools.cached_property
+    def error(self) -> Exception:
+        """The error that training raises."""
+        return self._make()
 
     def __str__(self) -> str:
         raise self.error
@@ -58,5 +104,5 @@ def wait_for(futures: Iterable[Future[Outcome]]) -> None:
 def failed_future(error: Exception) -> Future[Outcome]:
     """A future that has failed with ``error``."""
     future: Future[Outcome] = Future()
-    future.set_result(FailedBucket(error))
+    future.set_result(FailedBucket(lambda: error))
     return future

@@ -19,7 +19,6 @@ from torch.futures import Future
 
 from ..communication.communicators import Communicators
 from ..messages.build import build_message
-from ..messages.drain import DrainMessage
 from ..messages.message import DenseMessage, Message
 from ..plans.grouping import MessageSpec, PlacedUnit, group_units, whole_bucket
 from ..plans.plan import Plan
@@ -33,7 +32,7 @@ from ..resources.residual import Residual, multiply
 from ..resources.workers import Token
 from .compilation import compile_host
 from .engine import Engine
-from .failures import FailedBucket, Outcome, failure
+from .failures import FailedBucket, Failures, Outcome
 from .recorded_step import StepTracer
 from .state import RuntimeState
 
@@ -109,7 +108,7 @@ class Runtime(RuntimeState):
             communicators = Communicators(group, self._places, self.topology, wanted, plan.channels)
             self._communicators = communicators
             try:
-                self._engine = Engine(DeviceLanes(device, communicators.offloads), communicators.phases)
+                self._engine = Engine(DeviceLanes(device, communicators.offloads), communicators.phases, communicators)
                 compile_host(plan, self._places, self.rank)
             except BaseException:
                 self.close()
@@ -202,7 +201,8 @@ class Runtime(RuntimeState):
         allocate: Allocate | None = None,
     ) -> list[Message]:
         if self.milestone == _DRAINS:
-            return [DrainMessage(buffer, units, communicators, self._feedback, shares)]
+            drain = importlib.import_module("..messages.drain", __package__)
+            return [drain.DrainMessage(buffer, units, communicators, self._feedback, shares)]
         if self.milestone is None:
             specs: Sequence[MessageSpec] = (whole_bucket(units, buffer.numel()),)
         else:
@@ -254,8 +254,9 @@ class Runtime(RuntimeState):
             alone.set_result(buffer)
             return alone
         self._engine.step_recorder = self.tracer.recorder
+        ended = functools.partial(_outcome, self._engine.failures, buffer)
         if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
-            started = self._engine.start_average(average, step, functools.partial(_outcome, buffer))
+            started = self._engine.start_average(average, step, ended)
             if started is not None:
                 return started
         start, tokens = self._engine.lanes.here(), []
@@ -263,9 +264,7 @@ class Runtime(RuntimeState):
             after = (start,) if isinstance(message, DenseMessage) else (start, *self._beginning)
             tokens.append(self._engine.submit(message, step, after))
         future = self._new_future()
-        self._engine.finish(
-            tokens, lambda: future.set_result(buffer), lambda error: future.set_result(_outcome(buffer, error))
-        )
+        self._engine.finish(tokens, lambda: future.set_result(buffer), lambda error: future.set_result(ended(error)))
         return future
 
     def release(self) -> None:
@@ -315,8 +314,9 @@ class Runtime(RuntimeState):
     @property
     def problem(self) -> RuntimeError | None:
         """The error to raise if nothing can be submitted any more; ``None`` if all is well."""
-        error = None if self._engine is None else self._engine.lanes.error
-        return None if error is None else failure(error, "synchronisation failed before")
+        if self._engine is None or (error := self._engine.lanes.error) is None:
+            return None
+        return self._engine.failures.raised(error, "synchronisation failed before")
 
     # ---------------------------------------------------------------- figures
 
@@ -335,7 +335,7 @@ class Runtime(RuntimeState):
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing. After a failure, ranks that wait for this one
         fail as well."""
-        if self._communicators is not None and self.problem is not None:
+        if self._communicators is not None and self._engine is not None and self._engine.lanes.error is not None:
             self._communicators.hang_up()
         if self._copies is not None:
             self._copies.close()
@@ -345,5 +345,5 @@ class Runtime(RuntimeState):
             self._communicators.close()
 
 
-def _outcome(buffer: torch.Tensor, error: BaseException | None) -> Outcome:
-    return buffer if error is None else FailedBucket(failure(error))
+def _outcome(failures: Failures, buffer: torch.Tensor, error: BaseException | None) -> Outcome:
+    return buffer if error is None else FailedBucket(functools.partial(failures.raised, error))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from gckernels.compressor import Compressor
 
 from ..attaching.attachment import Attachment
 from ..plans.plan import Plan
+from ..stats.decisions import LOGGER
 from ..tuning.auto import Auto
 from .trainer_states import SAFE, STATE, attached, load_state, save_state, trained
+
+_BEGUN = (
+    "gckernels: compress: an optimizer or a learning rate of this model has made steps already, and what had not been "
+    "sent by then is missing; call accelerator.load_state after compress, so that it comes with the checkpoint"
+)
 
 
 def compress(
@@ -31,7 +39,8 @@ def compress(
 
     It is :func:`gckernels.sync.attach` with the gradient scaler of the accelerator. The state of all ranks is saved by
     ``accelerator.save_state`` in its folder, as ``gckernels``, or ``gckernels_1`` for the second model, and is loaded
-    by ``accelerator.load_state``, which is called after this function.
+    by ``accelerator.load_state``, which is called after this function. A warning says so if the optimizer of the model
+    has made steps already.
 
     Args:
         accelerator: the accelerator.
@@ -46,18 +55,38 @@ def compress(
     """
     inner = trained("compress", model)
     prepared = (model, inner, getattr(inner, "module", None))  # the accelerator keeps that in DDP
-    number = next((at for at, each in enumerate(accelerator._models) if any(each is one for one in prepared)), None)
-    if number is None:
+    kept = next((each for each in accelerator._models if any(each is one for one in prepared)), None)
+    if kept is None:
         raise ValueError("compress: model must be one that accelerator.prepare has returned, got another one")
-    name = f"{STATE}_{number}" if number else STATE
+    has_begun = _has_begun(accelerator, inner)
     attachment = attached("compress", model, plan, accelerator.scaler, settings)
+    if has_begun and dist.get_rank() == 0:
+        LOGGER.warning(_BEGUN)
+    model_of = weakref.ref(kept)
+
+    def name() -> str | None:
+        """The name of the state, after the number of the model, which ``free_memory`` may have taken away."""
+        number = next((at for at, each in enumerate(accelerator._models) if each is model_of()), None)
+        return None if number is None else f"{STATE}_{number}" if number else STATE
 
     def save(models: Any, weights: Any, folder: str) -> None:
-        save_state(attachment, Path(folder, name))
+        if (found := name()) is not None:
+            save_state(attachment, Path(folder, found))
 
     def load(models: Any, folder: str) -> None:
-        load_state(attachment, Path(folder, name), allow_missing=allow_missing)
+        if (found := name()) is not None:
+            load_state(attachment, Path(folder, found), allow_missing=allow_missing)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return attachment
+
+
+def _has_begun(accelerator: Accelerator, model: torch.nn.Module) -> bool:
+    """Whether an optimizer of a model, or a learning rate, has made steps, here or in a checkpoint that was loaded."""
+    parameters = {id(each) for each in model.parameters()}
+    optimizers = [getattr(each, "optimizer", each) for each in accelerator._optimizers]
+    schedulers = [getattr(each, "scheduler", each) for each in accelerator._schedulers]
+    return any(id(each) in parameters and state for one in optimizers for each, state in one.state.items()) or any(
+        getattr(each, "last_epoch", 0) > 0 for each in schedulers
+    )

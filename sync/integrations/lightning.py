@@ -46,6 +46,7 @@ class _Compressed(Strategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Attach to the model when Lightning has wrapped it for a training."""
         super().setup(trainer)
+        self._end()  # what a training has left that did not come to its end
         if trainer.state.fn == TrainerFn.FITTING:
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.attachment = attached(type(self).__name__, self.model, self._plan, scaler, self._settings)
@@ -83,10 +84,14 @@ class _Compressed(Strategy):
 
     def teardown(self) -> None:
         """End the attachment with the training."""
+        self._end()
+        self._resumed = None
+        super().teardown()
+
+    def _end(self) -> None:
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
-        super().teardown()
 
 
 class CompressedDDPStrategy(_Compressed, DDPStrategy):

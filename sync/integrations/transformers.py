@@ -6,9 +6,11 @@ import gc
 import hashlib
 import json
 import os
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -31,6 +33,9 @@ class Compression(TrainerCallback):
     loaded when a training is resumed. The numbers of ``stats()`` are among the logs of losses, from ``gckernels/step``
     to ``gckernels/decisions``. A process alone, without ``torch.distributed``, trains as without it.
 
+    The attachment is closed when a training ends, so that other trainers can train the model; its figures and its
+    report stay. One object may be given to several trainers that train one after the other.
+
     Args:
         plan: the second argument of ``attach``.
         resume_from: the checkpoint of ``trainer.train(resume_from_checkpoint=...)``, if it is not
@@ -41,6 +46,8 @@ class Compression(TrainerCallback):
     Attributes:
         attachment: the attachment of the last training; ``None`` before the first.
     """
+
+    _every: ClassVar[weakref.WeakSet[Compression]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -53,6 +60,7 @@ class Compression(TrainerCallback):
         self._plan, self._settings = plan, settings
         self._resume_from, self._allow_missing = resume_from, allow_missing
         self.attachment: Attachment | None = None
+        self._every.add(self)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Attach to the model that the trainer has wrapped, and load its state if the training is resumed.
@@ -61,19 +69,25 @@ class Compression(TrainerCallback):
             FileNotFoundError: the checkpoint has no state.
             ValueError: the state is that of another checkpoint, or the trainer searches for hyperparameters.
         """
-        if self.attachment is not None:  # the trainer has trained before
+        if self.attachment is not None:  # a training before may have been interrupted
             self.attachment.close()
             self.attachment = None
         if not dist.is_initialized():
             return
         if state.is_hyper_param_search:
             raise ValueError("Compression: a search for hyperparameters is not supported; train without this callback")
-        trainer = self._trainer()
+        trainer = self._trainer(state)
+        self._end_interrupted(trainer.model_wrapped)
         scaler = trainer.accelerator.scaler
         self.attachment = attached("Compression", trainer.model_wrapped, self._plan, scaler, self._settings)
         if state.global_step:
             folder = _checkpoint(args, state) if self._resume_from is None else Path(self._resume_from)
             load_state(self.attachment, folder / STATE, _named(state), self._allow_missing)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """End the attachment."""
+        if self.attachment is not None:
+            self.attachment.close()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save the state in the checkpoint that the trainer has written."""
@@ -94,14 +108,24 @@ class Compression(TrainerCallback):
             logs |= figures
             state.log_history[-1] |= figures
 
-    def _trainer(self) -> Trainer:
-        """The trainer of this callback, which then calls it before those that report logs elsewhere.
+    def _end_interrupted(self, model: torch.nn.Module) -> None:
+        """Close what other trainings of a model have left, which an exception has ended."""
+        parameters = {id(each) for each in model.parameters()}
+        for other in list(self._every):
+            attachment = other.attachment
+            if attachment is not None and any(id(each) in parameters for each in attachment.parameters().values()):
+                attachment.close()
+
+    def _trainer(self, state: TrainerState) -> Trainer:
+        """The trainer with a state, which then calls this callback before those that report logs elsewhere.
 
         Callbacks are given the model before it was wrapped, and not the trainer, so the objects of the garbage
-        collector are searched.
+        collector are searched. Other trainers may have this callback as well, and each has a state of its own.
         """
         for each in gc.get_objects():
-            handler = getattr(each, "callback_handler", None) if issubclass(type(each), Trainer) else None
+            if not issubclass(type(each), Trainer) or getattr(each, "state", None) is not state:
+                continue
+            handler = getattr(each, "callback_handler", None)
             if handler is not None and self in handler.callbacks:
                 handler.callbacks.remove(self)
                 handler.callbacks.insert(0, self)

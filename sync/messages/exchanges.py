@@ -24,7 +24,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ..communication.links import RankConnections
+from ..communication.links import RankConnections, Transfer
 from ..resources.stage import Issue, Wait
 
 AROUND_NBYTES = 1 << 15
@@ -70,7 +70,7 @@ def bind_hop(link: RankConnections, sent: torch.Tensor, received: torch.Tensor) 
     return issue
 
 
-def wait_for(works: Sequence[dist.Work]) -> None:
+def wait_for(works: Sequence[dist.Work | Transfer]) -> None:
     """Wait for the end of all ``works``."""
     for work in works:
         work.wait()

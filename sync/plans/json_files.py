@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import secrets
 import stat
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from gckernels.compressor import MAX_JSON_DEPTH, too_deep
+from gckernels.toolkit.fields import is_printable_unicode, shown
 
 MAX_NBYTES = 256 * 2**20
 """The largest file that is read. A trace of 100 000 tensors with twenty errors each has a quarter of that."""
@@ -24,7 +24,6 @@ MAX_NAME = 1000
 """The largest number of characters in a name."""
 MAX_NUMBER = 1e300
 """The largest number."""
-_SHOWN = 60
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
@@ -105,7 +104,7 @@ class Entry:
 
     def text(self) -> str:
         """The value, a text."""
-        if not isinstance(self.value, str) or not _is_printable_unicode(self.value):
+        if not isinstance(self.value, str) or not is_printable_unicode(self.value):
             self.refuse("a text")
         return self.value
 
@@ -193,28 +192,6 @@ def document(value: Any, file: str, error: type[ValueError], remedy: str) -> Ent
     if too_deep(value):
         raise error(f"{file}: more than {MAX_JSON_DEPTH} levels of nested lists and objects; {remedy}")
     return Entry(value, file, error, remedy)
-
-
-def shown(value: object, *, quoted: bool = True) -> str:
-    """The value as a short text for errors."""
-    if isinstance(value, dict | list):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, int) and value.bit_length() > 200:
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value) if quoted else str(value)
-    text = text.encode("ascii", "backslashreplace").decode() if not _is_printable_unicode(text) else text
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
-
-
-def _is_printable_unicode(text: str) -> bool:
-    """Whether the text can be written as UTF-8: lone halves of surrogate pairs, which JSON allows, cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

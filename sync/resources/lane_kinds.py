@@ -22,7 +22,7 @@ import torch
 from torch.futures import Future
 
 from ..programs.lanes import IN_FLIGHT
-from .stage import Issue, Stage
+from .stage import Stage
 from .workers import Failed, LaneFailure, Queue, Task, Token, Work
 
 T = TypeVar("T")
@@ -52,33 +52,36 @@ class Lane(ABC):
         """
         if stage.begin is not None and self.stream is None and all(token.is_done for token in after):
             token = Token()
-            self.start(stage.begin, lambda error: token.end())
+            self.start(stage, lambda error: token.end())
             return token
-        return self.submit(stage.work, after)
+        is_compute = stage.spec.resource.does == "compute"
+        work = stage.work if is_compute else functools.partial(self.failure.watch, stage, stage.work)
+        return self.submit(work, after)
 
-    def start(self, begin: Callable[[], Future[Any]], ended: Callable[[BaseException | None], T]) -> Future[T]:
-        """Call ``begin`` now, unless there was an error, and return a future of what ``ended`` returns.
+    def start(self, stage: Stage, ended: Callable[[BaseException | None], T]) -> Future[T]:
+        """Begin a stage now, unless there was an error, and return a future of what ``ended`` returns.
 
         Args:
-            begin: starts some work, and returns the future of its end.
+            stage: the stage, which has ``begin``.
             ended: called when the work has ended, perhaps by the thread that has done it: with the error if it has
                 failed, else with ``None``. After an earlier error it is called immediately, with that. It must not
                 raise, and must not wait.
         """
         if self.failure.error is None:
             try:
-                return begin().then(functools.partial(self._ended, ended))
+                assert stage.begin is not None
+                return stage.begin().then(functools.partial(self._ended, stage, ended))
             except BaseException as error:
-                self.failure.set(error)
+                self.failure.set(error, stage)
         failed: Future[T] = Future()
         failed.set_result(ended(self.failure.error))
         return failed
 
-    def _ended(self, ended: Callable[[BaseException | None], T], future: Future[Any]) -> T:
+    def _ended(self, stage: Stage, ended: Callable[[BaseException | None], T], future: Future[Any]) -> T:
         try:
             future.value()
         except BaseException as error:
-            self.failure.set(error)
+            self.failure.set(error, stage)
             return ended(error)
         return ended(None)
 
@@ -142,7 +145,7 @@ class ThreadLane(Lane):
             return super().submit_stage(stage, after)
         if len(self._in_flight) == IN_FLIGHT:
             after = (*after, self._in_flight[0])
-        collective = _Collective(stage.issue)
+        collective = _Collective(stage, self.failure)
         issued = Task(self._issuing, self._execute, collective.issue, after, None)
         self._issuing.put(issued)
         ended = self.submit(collective.wait, (issued,))
@@ -172,19 +175,21 @@ class _Collective:
     """A collective between two tasks.
 
     Args:
-        issue: issues it, and returns a function that waits for its end.
+        stage: its stage.
+        failure: gets its error.
     """
 
-    __slots__ = ("_issue", "_wait")
+    __slots__ = ("_failure", "_stage", "_wait")
 
-    def __init__(self, issue: Issue) -> None:
-        self._issue = issue
+    def __init__(self, stage: Stage, failure: LaneFailure) -> None:
+        self._stage, self._failure = stage, failure
 
     def issue(self) -> None:
-        self._wait = self._issue()
+        assert self._stage.issue is not None
+        self._wait = self._failure.watch(self._stage, self._stage.issue)
 
     def wait(self) -> None:
-        self._wait()
+        self._failure.watch(self._stage, self._wait)
 
 
 class StreamLane(Lane):

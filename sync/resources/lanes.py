@@ -10,14 +10,18 @@ only wait for its timeout. Work that was submitted with ``failed`` gets the firs
 from __future__ import annotations
 
 import functools
+import importlib
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..programs.lanes import MAX_PHASES, LaneKey, lane_key
 from ..programs.stages import Resource
-from .collective_order import Rounds
 from .lane_kinds import FedStreamLane, Lane, StreamLane, ThreadLane, event_behind
 from .workers import LaneFailure, Pool, Queue, Token
+
+if TYPE_CHECKING:
+    from .collective_order import Rounds
 
 _PATIENCE_S = 1.0  # how long closing waits for a queue after a failure
 
@@ -44,7 +48,10 @@ class DeviceLanes:
         self._streams: dict[LaneKey, torch.cuda.Stream] = {}
         self._pools = [Pool("lanes", self.failure)]
         self._feeder = self._thread("collectives") if offloads and device.type == "cuda" else None
-        self._rounds = None if self._feeder is None else Rounds(self._feeder.put, MAX_PHASES)
+        self._rounds: Rounds | None = None
+        if self._feeder is not None:
+            order = importlib.import_module(".collective_order", __package__)
+            self._rounds = order.Rounds(self._feeder.put, MAX_PHASES)
 
     @property
     def error(self) -> BaseException | None:

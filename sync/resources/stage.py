@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class Stage:
         begin: starts the work in the calling thread and returns the future of its end; only for stages with
             ``spec.starts_immediately``.
         issue: issues the collective, whose end ``work`` also waits for; ``None`` for other stages.
+        keys: keys of the units of its message, for errors.
     """
 
     spec: StageSpec
@@ -42,3 +43,4 @@ class Stage:
     written_nbytes: int = 0
     begin: Callable[[], Future[Any]] | None = None
     issue: Issue | None = None
+    keys: Sequence[str] = ()

@@ -17,9 +17,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Work = Callable[[], object]
 """A piece of work for a lane."""
 Failed = Callable[[BaseException], object]
@@ -112,7 +114,7 @@ class Task(Token):
         self.is_done = True
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """Replaces the work of a finished task, so that its tensors are freed."""
 
 
@@ -121,17 +123,33 @@ def _leave(task: Task) -> None:
 
 
 class LaneFailure:
-    """The first error of a set of lanes."""
+    """The first error of a set of lanes.
+
+    Attributes:
+        error: the error; ``None`` if there is none.
+        tell: called with the first error and the stage that it is of, if that is known. It must not wait.
+    """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        self.tell: Callable[[BaseException, Any], object] = _nothing
         self._lock = threading.Lock()
 
-    def set(self, error: BaseException) -> None:
-        """Keep ``error`` unless there is one already."""
+    def set(self, error: BaseException, stage: Any = None) -> None:
+        """Keep ``error``, of ``stage`` if that is known, unless there is one already."""
         with self._lock:
             if self.error is None:
+                with suppress(Exception):
+                    self.tell(error, stage)
                 self.error = error
+
+    def watch(self, stage: Any, call: Callable[[], T]) -> T:
+        """The result of ``call``, whose errors are those of ``stage``."""
+        try:
+            return call()
+        except BaseException as error:
+            self.set(error, stage)
+            raise
 
     def run(self, work: Work, failed: Failed | None) -> None:
         """Call ``work`` unless there is an error already.

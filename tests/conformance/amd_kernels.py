@@ -19,7 +19,14 @@ from gckernels.testing.configurations import CONFIGURATIONS
 from gckernels.toolkit.kernels import launch as launching
 from gckernels.toolkit.kernels.launch import Launch
 from harness.machine_code.aot import AMD, assemble_for_amd, specialize
-from harness.machine_code.launches import calls_of_many, calls_of_one, has_batches, launches_of_powersgd, waits
+from harness.machine_code.launches import (
+    calls_of_many,
+    calls_of_one,
+    calls_with_encoded_residuals,
+    has_batches,
+    launches_of_powersgd,
+    waits,
+)
 
 # dtype, elements, chunks, sources; sparsifiers select in small chunks with a kernel of their own
 SHAPES = (torch.float32, 2**13, 4, 3), (torch.float32, 2**20, 4, 3)
@@ -29,6 +36,7 @@ def launches(compressor: Codec) -> list[Launch]:
     calls = []
     for shape in SHAPES:
         calls += calls_of_one(compressor, *shape, accumulate=False)
+        calls += calls_with_encoded_residuals(compressor, *shape)
         if has_batches(compressor):
             calls += calls_of_many(compressor, *shape)
     return [launch for _, _, recorded in calls for launch in recorded]

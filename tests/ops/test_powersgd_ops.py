@@ -236,7 +236,9 @@ def test_ranks_can_compare_how_they_multiply_matrices(monkeypatch):
     for capability in ((8, 0), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
         found.add(method.arithmetic(gpu))
-    assert len(found) == 2 and all("capability" in each for each in found)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found.add(method.arithmetic(gpu))
+    assert len(found) == 3 and all("capability" in each for each in found)
 
 
 def test_the_host_path_is_compiled():

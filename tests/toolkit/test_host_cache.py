@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_trusted_or_used_is_left_alone(afresh, compiler,
 
 def test_a_foreign_folder_is_left_alone(afresh, compiler, tmp_path):
     afresh.setattr(os, "getuid", lambda: os.geteuid() + 1)
-    with pytest.warns(UserWarning, match="others can write to"):
+    with pytest.warns(UserWarning, match="belongs to another user"):
         assert answer() == 42
 
 

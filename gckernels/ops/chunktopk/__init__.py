@@ -42,7 +42,7 @@ from ...codec import Codec
 from ...compressor import Traits
 from ...registration import register
 from ...toolkit import bitpack
-from ...toolkit.fields import require_in
+from ...toolkit.fields import require_in, shown
 from ...toolkit.linear import (
     absmax_scale_torch,
     dequantize_torch,
@@ -82,7 +82,9 @@ class ChunkTopK(Codec):
     def __post_init__(self) -> None:
         require_in("ChunkTopK", "chunk", self.chunk, (64, 128, 256, 512, 1024, 2048, MAX_GROUP))
         if not isinstance(self.k, int) or not 8 <= self.k <= self.chunk or self.k % 8:
-            raise ValueError(f"ChunkTopK: k must be a multiple of 8 from 8 to chunk ({self.chunk}), got {self.k!r}")
+            raise ValueError(
+                f"ChunkTopK: k must be a multiple of 8 from 8 to chunk ({self.chunk}), got {shown(self.k)}"
+            )
         require_in("ChunkTopK", "value_bits", self.value_bits, (16, 8, 4, 2))
 
     def layout(self, numel: int) -> PayloadLayout:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ import torch
 from ...codec import Backend, Decoding, Encoding, Work
 from ...toolkit.host.calls import BATCHES, HostCalls
 from ...toolkit.host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library
+from ...toolkit.host.sources import program_text
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import run_parts
 from ...toolkit.payload import STATUS_OK
 from ...toolkit.reference import REFERENCE
 
-_TEMPLATE = Path(__file__).with_suffix(".c")
+_TEMPLATE = "host.c"
 _CLASSES_PER_ENTRY = 4
 """More classes make the bound on the selected magnitudes tighter, and take longer to search."""
 
@@ -131,4 +131,4 @@ def program(compressor) -> str:
         "STATUS": STATUS_OK,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return "\n".join((COMMON, VECTORS, text, c_structs(call_t=_Call), BATCHES, _TEMPLATE.read_text()))
+    return "\n".join((COMMON, VECTORS, text, c_structs(call_t=_Call), BATCHES, program_text(__package__, _TEMPLATE)))

@@ -38,8 +38,9 @@ import triton
 
 from ...compressor import Compressor, Traits
 from ...registration import register
-from ...toolkit.fields import require_in
+from ...toolkit.fields import require_in, shown
 from ...toolkit.payload import ALIGN_NBYTES, round_up
+from ...toolkit.values import MAX_INT
 from ..identity import Identity
 from . import ops as _ops  # noqa: F401  defines torch.ops.gckernels.powersgd_*
 from .host import build
@@ -67,11 +68,11 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= MAX_RANK:
-            raise ValueError(f"PowerSGD: rank must be an integer from 1 to {MAX_RANK}, got {self.rank!r}")
+            raise ValueError(f"PowerSGD: rank must be an integer from 1 to {MAX_RANK}, got {shown(self.rank)}")
         require_in("PowerSGD", "warm_start", self.warm_start, (True, False))
         require_in("PowerSGD", "one_sided", self.one_sided, (True, False))
-        if self.rows is not None and (type(self.rows) is not int or self.rows < 1):
-            raise ValueError(f"PowerSGD: rows must be None or a positive integer, got {self.rows!r}")
+        if self.rows is not None and (type(self.rows) is not int or not 1 <= self.rows <= MAX_INT):
+            raise ValueError(f"PowerSGD: rows must be None or a positive integer of 63 bits, got {shown(self.rows)}")
         if self.one_sided and not self.warm_start:
             raise ValueError("PowerSGD: one_sided takes warm_start: each step begins with the factor of the one before")
 
@@ -92,10 +93,11 @@ class PowerSGD(Compressor):
 
     def arithmetic(self, device: torch.device) -> str:
         """The device and the compiler, whose products of matrices add in an order of their own; nothing for C on the
-        CPU."""
+        CPU. Few columns are multiplied without tensor cores, but bases are made with those for fp64."""
         if device.type == "cuda":
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            return f"PowerSGD by Triton {triton.__version__} on compute capability {capability}"
+            maker = "AMD" if torch.version.hip else "NVIDIA"  # whose capabilities have the same numbers
+            return f"PowerSGD by Triton {triton.__version__} on compute capability {capability} of {maker}"
         if build() is None:
             return f"PowerSGD by eager torch on a CPU with {torch.backends.cpu.get_cpu_capability()}"
         return ""

@@ -8,19 +8,19 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...codec import SEED_MASK, number_in
 from ...toolkit.host.library import COMMON, DTYPES, declare, library
+from ...toolkit.host.sources import program_text
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import get_num_threads, run_parts
 from ...toolkit.payload import round_up
 from . import reference
 
-_TEMPLATES = [Path(__file__).with_name(f"{name}.c") for name in ("host", "bases_host")]
+_TEMPLATES = "host.c", "bases_host.c"
 _WIDTH = 1280  # columns that are worked on at a time at most
 _FACTOR = 2**13  # elements of the right factor that are worked on at a time at most: they stay in the nearest cache
 _PARTLY = 256  # columns that are worked on at a time if they are not all
@@ -263,4 +263,4 @@ def program() -> str:
     constants |= {"DEPENDENT": reference.DEPENDENT.hex(), "CLEAR": reference.CLEAR.hex()}
     defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
     structs = c_structs(matrix_t=_Matrix, call_t=_Call)
-    return "\n".join((defines, COMMON, structs, *(each.read_text() for each in _TEMPLATES)))
+    return "\n".join((defines, COMMON, structs, program_text(__package__, *_TEMPLATES)))

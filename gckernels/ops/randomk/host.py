@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ import torch
 from ...codec import SEED_MASK, Backend, Decoding, Encoding, Work, number_in
 from ...toolkit.host.calls import BATCHES, HostCalls
 from ...toolkit.host.library import COMMON, VECTORS, declare, library
+from ...toolkit.host.sources import program_text
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.summable import SummableCall
 from ...toolkit.reference import REFERENCE
 from ...toolkit.sparsifier.keys import require_size
 from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
 
-_TEMPLATE = Path(__file__).with_suffix(".c")
+_TEMPLATE = "host.c"
 _WIDTH = 4  # bytes of a number
 _TILE = 2048
 
@@ -122,4 +122,4 @@ def program() -> str:
         "MAX_WORLD": MAX_WORLD,
     }
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return "\n".join((text, COMMON, VECTORS, c_structs(call_t=_Call), BATCHES, _TEMPLATE.read_text()))
+    return "\n".join((text, COMMON, VECTORS, c_structs(call_t=_Call), BATCHES, program_text(__package__, _TEMPLATE)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ import torch
 from ...codec import Backend, Decoding, Encoding, Recoding, Work
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, declare, library
+from ..host.sources import program_text
 from ..host.structs import c_structs
 from ..host.summable import SummableCall
 from ..host.threads import run_parts
 from ..reference import REFERENCE
 
-_TEMPLATE = Path(__file__).with_suffix(".c")
+_TEMPLATE = "host.c"
 
 
 class CastHost(Backend):
@@ -113,4 +113,4 @@ def build(payload_dtype: torch.dtype) -> Any:
 def program(payload_dtype: torch.dtype) -> str:
     """The C source for one dtype of payloads."""
     defines = f"#define DTYPE {DTYPES[payload_dtype]}\n#define TILE {TILE}\n"
-    return "\n".join((defines, COMMON, c_structs(call_t=SummableCall), BATCHES, _TEMPLATE.read_text()))
+    return "\n".join((defines, COMMON, c_structs(call_t=SummableCall), BATCHES, program_text(__package__, _TEMPLATE)))

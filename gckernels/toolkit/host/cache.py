@@ -181,7 +181,9 @@ def _open_users() -> tuple[int | None, str, str]:
         path = str(_users_path())
         os.makedirs(path, 0o700, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        if not _private(os.fstat(descriptor)):
+        if (owner := os.fstat(descriptor).st_uid) != os.getuid():
+            why = f"{path} belongs to another user ({owner}), and this one is {os.getuid()}"
+        elif not _private(os.fstat(descriptor)):
             why = f"others can write to {path}"
         elif not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=descriptor):
             why = f"{path} is not writable"

@@ -6,10 +6,10 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from .library import PART, TILE
+from .sources import program_text
 from .structs import c_structs, pointer
 from .threads import run_parts
 
@@ -25,7 +25,7 @@ class _Batch(ctypes.Structure):
     )
 
 
-BATCHES = c_structs(batch_t=_Batch) + Path(__file__).with_suffix(".c").read_text()
+BATCHES = c_structs(batch_t=_Batch) + program_text(__package__, "calls.c")
 """The C text that programs with ``DEFINE_BATCH`` have behind their ``call_t``."""
 
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from pathlib import Path
 
 import torch
 
 from . import cache
 from .cache import ProgramCache
 from .compilers import CompilerFailed, compile_library, compiler, dependencies
+from .sources import program_text
 
-COMMON = Path(__file__).with_name("common.c").read_text()
+COMMON = program_text(__package__, "common.c")
 """The C text that every program begins with."""
-VECTORS = Path(__file__).with_name("vectors.c").read_text()
+VECTORS = program_text(__package__, "vectors.c")
 """The C text behind it in programs that compact values or draw random words."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The codes of the types of gradients and outputs in C."""

@@ -6,7 +6,6 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ...codec import Backend, Decoding, Encoding, Recoding, Work, number_in
 from ..host.c_forms import HELPERS, lower
 from ..host.calls import BATCHES, HostCalls
 from ..host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library, warn_once
+from ..host.sources import program_text
 from ..host.structs import c_structs, pointer
 from ..host.threads import run_parts
 from ..lowering import FLOAT, INT, NotLowered
@@ -22,7 +22,7 @@ from ..payload import STATUS_OK
 from ..reference import REFERENCE
 from .maps import Statistic
 
-_TEMPLATE = Path(__file__).with_suffix(".c")
+_TEMPLATE = "host.c"
 
 
 class _Call(ctypes.Structure):
@@ -237,7 +237,7 @@ def program(quantizer, merging: bool) -> str:
             *(f"static inline {head} {{ {' '.join(body)} }}" for head, body in _functions(quantizer)),
             c_structs(call_t=_Call),
             BATCHES,
-            _TEMPLATE.read_text(),
+            program_text(__package__, _TEMPLATE),
         ]
     )
 

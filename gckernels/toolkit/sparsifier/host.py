@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...codec import SEED_MASK, Backend, Decoding, Encoding, Work
 from ..host.library import COMMON, VECTORS, declare, library
+from ..host.sources import program_text
 from ..payload import STATUS_OK
 from ..reference import REFERENCE
 from .entries import BLOCK, SPAN
@@ -21,7 +21,7 @@ from .keys import LEADING_SHIFT, MAX_FINITE_KEY, MAX_SAMPLE_STRIDE, MIN_SAMPLE, 
 from .rules import Narrowing
 
 _SOURCES = ("host.c", "selection_host.c", "emit_host.c", "entries_host.c")
-_PROGRAM = "".join(Path(__file__).with_name(name).read_text() for name in _SOURCES)
+_PROGRAM = program_text(__package__, *_SOURCES)
 _ROOM = 4  # candidates that there is room for, per entry
 _SAMPLED = 256  # samples that are read at a time
 _FUNCTIONS = (

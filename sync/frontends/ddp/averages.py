@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -112,16 +113,22 @@ class Averages:
             buffer.mul_(self._share)
             work = dist.all_reduce(buffer, group=self._model().process_group, async_op=True)
         assert work is not None
-        work.get_future().add_done_callback(functools.partial(_finish, buffer, future))
+        group = self._model().process_group
+        work.get_future().add_done_callback(functools.partial(_finish, group, buffer, future))
 
 
-def _finish(buffer: torch.Tensor, future: Future[Outcome], done: Future[Any]) -> None:
+def _finish(group: dist.ProcessGroup, buffer: torch.Tensor, future: Future[Outcome], done: Future[Any]) -> None:
     try:
         done.value()
     except Exception as error:
-        future.set_result(FailedBucket(failure(error)))
+        future.set_result(FailedBucket(functools.partial(_explained, group, error)))
     else:
         future.set_result(buffer)
+
+
+def _explained(group: dist.ProcessGroup, error: Exception) -> RuntimeError:
+    reports = importlib.import_module("...communication.reports", __package__)
+    return failure(error, said=reports.explained(group, "the average of a bucket", (), None, error))
 
 
 def will_rebuild_buckets(ddp_model: Any) -> bool:

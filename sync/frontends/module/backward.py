@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from ...communication.agreement import named
 from ...engine.failures import Outcome, wait_for
 from ...engine.runtime import Runtime
 from ..frontend import Before
@@ -241,5 +242,6 @@ class Backward:
         on_cuda = self.runtime.device.type == "cuda"
         mine = torch.tensor(used, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
         everywhere = mine.to(self.runtime.device, non_blocking=True)
-        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.runtime.group)
+        with named(self.runtime.group, "the comparison of unused parameters", step=self.runtime.step - 1):
+            dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.runtime.group)
         return used if all(used) else [bool(flag) for flag in everywhere.tolist()]

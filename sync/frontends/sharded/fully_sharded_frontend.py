@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import Work
 from gckernels.codec import Codec
 from gckernels.ops import Identity
 
+from ...communication.agreement import named
 from ...engine.runtime import Runtime
 from ...messages.gathers import GatheredParameter
 from ...messages.shards import add_to_rows
@@ -63,7 +64,8 @@ class FullyShardedFrontend(ShardedFrontend):
             self.device.type == "cpu" or plan.weights or request.weights
         ):
             try:
-                self._gathers = Gathers(self.request.group, self.device, self._row_numels)
+                names = [[*group.parameters()] for group in self._groups]
+                self._gathers = Gathers(self.request.group, self.device, self._row_numels, names)
             except BaseException:
                 self.runtime.close()
                 raise
@@ -75,10 +77,13 @@ class FullyShardedFrontend(ShardedFrontend):
         return modules
 
     def _stand_in(self, index: int, group: ShardGroup) -> None:
-        reduce, gather = weakly(self.reduce), weakly(self.gather)
+        reduce, gather, names = weakly(self.reduce), weakly(self.gather), [*group.parameters()]
 
         def reduced(call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-            return None if reduce(index, given["output_tensor"], given["input_tensor"], given["op"]) else call()
+            if reduce(index, given["output_tensor"], given["input_tensor"], given["op"]):
+                return None
+            with named(given["group"], "FSDP's own reduction", names):
+                return call()
 
         def gathered(call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
             return call() if (work := gather(index, given["output_tensor"], given["group"])) is None else work

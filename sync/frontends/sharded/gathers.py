@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from ...communication.communicators import Communicators
 from ...engine.engine import Engine
-from ...engine.failures import failure
+from ...engine.failures import Failures
 from ...messages.gathers import GatheredParameter, GatherMessage
 from ...programs.rules import Site
 from ...programs.steps import Level, Place
@@ -31,17 +31,18 @@ class Gathered(Work):
     Args:
         future: gets ``None`` when the parameters are there, or an error.
         waited: called when somebody has waited.
+        failures: knows what has happened.
     """
 
-    def __init__(self, future: Future[BaseException | None], waited: Callable[[], None]) -> None:
+    def __init__(self, future: Future[BaseException | None], waited: Callable[[], None], failures: Failures) -> None:
         super().__init__()
-        self._future, self._waited = future, waited
+        self._future, self._waited, self._failures = future, waited, failures
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         error = self._future.wait()
         self._waited()
         if error is not None:
-            raise failure(error, "parameters could not be gathered")
+            raise self._failures.raised(error, "parameters could not be gathered")
         return True
 
 
@@ -90,6 +91,7 @@ class Gathers:
         group: the ranks that have the shards of the model together.
         device: the device of the parameters.
         row_numels: the elements of a row of each group of parameters.
+        names: the names of the parameters of each group, for errors.
     """
 
     def __init__(
@@ -97,15 +99,16 @@ class Gathers:
         group: dist.ProcessGroup,
         device: torch.device,
         row_numels: Sequence[int],
+        names: Sequence[Sequence[str]] = (),
     ) -> None:
-        self._device, self._row_numels = device, row_numels
+        self._device, self._row_numels, self._names = device, row_numels, names
         self._buffers: list[GatherBuffer] = []
         self.encode([()] * len(row_numels))
         self._ranks, self._members = group.size(), dist.get_process_group_ranks(group)
         site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
         self._communicators = Communicators(group, Places.of(device), Topology(self._ranks), [site])
         try:
-            self._engine = Engine(DeviceLanes(device), phases=1)
+            self._engine = Engine(DeviceLanes(device), phases=1, communicators=self._communicators)
         except BaseException:
             self._communicators.close()
             raise
@@ -151,27 +154,30 @@ class Gathers:
             return None
         lanes = self._engine.lanes
         if (error := lanes.error) is not None:
-            raise failure(error, "a gather failed before")
+            raise self._engine.failures.raised(error, "a gather failed before")
         future: Future[BaseException | None] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         rows, is_known = output.view(self._ranks, -1), self._is_known[index]
         copy = self._copy(index, rows) if self._keeps_copy else None
         if copy is not None and is_known and torch._C._current_graph_task_id() != _NO_BACKWARD:
             rows.copy_(copy)
             future.set_result(None)
-            return Gathered(future, buffer.free)
+            return Gathered(future, buffer.free, self._engine.failures)
 
         def make(allocate: Allocate) -> GatherMessage:
             encoded = self._parameters[index] if copy is None or is_known else ()
             return GatherMessage(encoded, rows, self._communicators, copy, allocate)
 
         message = buffer.message((index, output.dtype, is_known), make)
+        if self._names:
+            message.keys = self._names[index]
         self._is_known[index] = copy is not None
         self._calls += 1
         self._sent_nbytes += message.sent_nbytes
         token = self._engine.submit(message, self._calls, (lanes.here(),))
+        self._engine.failures.step = None  # this is the number of the call
         self._engine.finish([token], lambda: future.set_result(None), future.set_result)
         buffer.future = future
-        return Gathered(future, buffer.free)
+        return Gathered(future, buffer.free, self._engine.failures)
 
     def _copy(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """The copy of the parameters of a group, ``fp32 [ranks, numel]``."""

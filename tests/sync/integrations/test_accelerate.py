@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gckernels import sync
 from gckernels.sync.integrations.accelerate import compress
+from gckernels.sync.stats.decisions import LOGGER
 from ranks import run_ranks, values_of
 from trainers import SAVED, STEPS, as_launched, digest, loss_of, network, shard_on_cpu
 
@@ -124,6 +126,53 @@ def refused():
 
 def test_wrong_arguments_change_nothing():
     values_of(run_ranks(2, refused))
+
+
+def loaded_before(folder):
+    """The warnings of a training whose checkpoint is loaded before its model is compressed, and after that."""
+    trained(folder, FOUR)
+    found = []
+    for is_before in (True, False):
+        accelerator, texts = accelerator_of(), []
+        model = network()
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        with mock.patch.object(LOGGER, "warning", texts.append):
+            if is_before:
+                accelerator.load_state(folder)
+            attachment = compress(accelerator, model, FOUR)
+            if not is_before:
+                accelerator.load_state(folder)
+        found.append((len(texts), attachment.steps))
+        attachment.close()
+        dist.barrier()
+    return found
+
+
+def test_a_state_that_is_loaded_too_early_is_said_to_be_missing(tmp_path):
+    found = values_of(run_ranks(2, loaded_before, str(tmp_path)))
+    assert found == [[(1, 0), (0, SAVED)], [(0, 0), (0, SAVED)]]
+
+
+def prepared_again(folder):
+    """The steps in states that are saved by an accelerator whose first model still has an attachment."""
+    accelerator = accelerator_of()
+    first = accelerator.prepare(network())
+    before = compress(accelerator, first, FOUR)
+    accelerator.backward(loss_of(first, torch.ones(16, 64)))
+    accelerator.free_memory()
+    second = accelerator.prepare(network())
+    after = compress(accelerator, second, FOUR)
+    accelerator.save_state(folder)
+    accelerator.backward(loss_of(second, torch.ones(16, 64)))
+    accelerator.load_state(folder)
+    found = before.steps, after.steps
+    before.close()
+    after.close()
+    return found
+
+
+def test_a_model_that_the_accelerator_has_forgotten_saves_nothing(tmp_path):
+    assert values_of(run_ranks(2, prepared_again, str(tmp_path))) == [(1, 0)] * 2
 
 
 def with_a_scaler():

@@ -131,7 +131,8 @@ class Scripted(Compression):
         super().on_train_begin(*arguments, **named)
         self.handles.append(self.attachment)
 
-    def on_train_end(self, *_, **__):
+    def on_train_end(self, *arguments, **named):
+        super().on_train_end(*arguments, **named)
         self.times.__exit__(None, None, None)
 
 
@@ -258,13 +259,64 @@ def twice(folder):
     for _ in range(2):
         trainer.train()
         found.append((callback.attachment.steps, digest(trainer.model.parameters())))
-    callback.attachment.close()
     return found
 
 
 def test_a_trainer_trains_twice(tmp_path):
     found = values_of(run_ranks(2, twice, str(tmp_path)))
     assert found[0] == found[1] and [steps for steps, _ in found[0]] == [STEPS, STEPS]
+
+
+class Interrupting(TrainerCallback):
+    """Raises in the third step."""
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def shared(folder, uses_one_callback, keeps):
+    """Train with several trainers, one after the other, which share a callback or a model; rank 0 alone keeps its
+    trainers with ``keeps``."""
+    found, kept, model = [], [], None
+    callback = Compression("BlockQuant(bits=4)")
+    for number in range(3):
+        if not uses_one_callback:
+            callback = Compression("BlockQuant(bits=4)")
+        trainer = trainer_of(f"{folder}/{number}", callback, save_strategy="no")
+        if uses_one_callback:
+            trainer.train()
+        else:
+            model = trainer.model if model is None else model
+            trainer.model = trainer.model_wrapped = model
+            if number == 1:
+                trainer.add_callback(Interrupting())
+                with pytest.raises(KeyboardInterrupt):
+                    trainer.train()
+            else:
+                trainer.train()
+        if not keeps or dist.get_rank() == 0:
+            kept.append(trainer)
+        figures = callback.attachment.stats()
+        found.append((trainer.state.global_step, callback.attachment.steps, figures["step"]))
+        assert figures["sent_nbytes"] < figures["plain_nbytes"]
+        callback.attachment.report(f"{folder}/{number}.{dist.get_rank()}.html")
+    for handle in (each.callback_handler.callbacks for each in kept):
+        for each in handle:
+            if isinstance(each, Compression):
+                each.attachment.close()
+    return found
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_one_callback_serves_several_trainers(keeps, tmp_path):
+    found = values_of(run_ranks(2, shared, str(tmp_path), True, keeps, timeout_s=280))
+    assert found == [[(STEPS, STEPS, STEPS)] * 3] * 2
+
+
+def test_other_trainers_go_on_with_a_model(tmp_path):
+    found = values_of(run_ranks(2, shared, str(tmp_path), False, False, timeout_s=280))
+    assert found == [[(STEPS, STEPS, STEPS), (3, 3, 3), (STEPS, STEPS, STEPS)]] * 2
 
 
 def without_ranks(folder):

@@ -122,6 +122,18 @@ def test_entries_that_no_version_has_are_named():
         Plan.from_json(wrong)
 
 
+@pytest.mark.parametrize("name", sorted(COMPRESSORS))
+def test_errors_of_compressors_are_short(name):
+    fields = [field.name for field in dataclasses.fields(COMPRESSORS[name])]
+    wrong = record()
+    for value in ({str(each): [] for each in range(1000)}, list(range(1000)), "x" * 5000, 10**5000):
+        for field in (*fields, "x" * 5000):
+            wrong["units"][0]["compressor"] = {"name": name, field: value}
+            with pytest.raises(PlanError) as caught:
+                Plan.from_json(wrong)
+            assert len(str(caught.value)) < 500, (field, str(value)[:20])
+
+
 @pytest.mark.parametrize("value", ["DDP", 1, ["ddp"], {}])
 def test_the_names_of_ways_to_attach(value):
     with pytest.raises(PlanError, match="frontend must be one of ddp, module, hsdp, fsdp, got"):
