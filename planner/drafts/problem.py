@@ -243,6 +243,10 @@ def _check_trace(trace: ModelTrace, frontend: Frontend, gathers: bool) -> None:
         raise ValueError("Problem: the trace has no buckets, which are DDP's launches; record it from a DDP model")
     if sorted(held) != sorted(names) or not all(trace.buckets):
         raise ValueError("Problem: the buckets of the trace must have each of its tensors once")
+    for bucket in trace.buckets:
+        if len(mixed := sorted({str(trace.by_name[name].dtype).removeprefix("torch.") for name in bucket})) > 1:
+            several = f"the bucket of {bucket[0]!r} has tensors of {' and '.join(mixed)}"
+            raise ValueError(f"Problem: {several}, and what is sent as one vector has one dtype")
 
 
 def shards_of(trace: ModelTrace, ranks: int) -> ModelTrace:
