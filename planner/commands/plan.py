@@ -117,10 +117,15 @@ def _start_step_of(given: argparse.Namespace) -> int:
         if given.steps is not None:
             raise wrong_use("--steps says when compressors of gradients begin, those of updates begin at once")
         return 0
-    try:
-        return start_step(accuracy_of(given), given.steps)
-    except ValueError as error:
-        raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
+    if given.steps is not None and given.steps < 1:
+        raise wrong_use(f"--steps must be an integer from 1 up, got {given.steps}", "give those of the whole training")
+    accuracy = accuracy_of(given)
+    if accuracy == "aggressive" and given.steps is None:
+        begin = "its compressors begin after a tenth of the training, whose number of steps is not known"
+        raise wrong_use(
+            f"--accuracy aggressive: {begin}", "add --steps, such as --steps 10000, or leave --accuracy out"
+        )
+    return start_step(accuracy, given.steps)
 
 
 def _rounds_of(given: argparse.Namespace, trace: ModelTrace) -> UpdateRounds | None:

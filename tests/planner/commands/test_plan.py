@@ -128,11 +128,14 @@ def test_named_compressors_are_the_only_ones(trace, tmp_path, capsys):
         (["--compressors", "Nothing"], "--compressors cannot be 'Nothing'"),
         (["--compressors", "QSGD", "--accuracy", "exact"], "not allowed with argument"),
         (["--policy", "none", "--frontend", "ddp"], "the trace has no buckets"),
-        (["--steps", "0", "--accuracy", "aggressive"], "--steps"),
+        (["--steps", "0", "--accuracy", "aggressive"], "--steps must be an integer from 1 up, got 0"),
+        (["--steps", "0"], "--steps must be an integer from 1 up, got 0"),
+        (["--accuracy", "aggressive"], "--accuracy aggressive: its compressors begin after a tenth of the training, "),
     ],
 )
 def test_wrong_arguments_are_named(trace, tmp_path, capsys, arguments, reason):
     before = sorted(tmp_path.iterdir())
     code, shown, errors = run_text(capsys, "plan", trace, SLOW, "-o", str(tmp_path / "plan.json"), *arguments)
     assert code in (2, 3) and reason in errors and shown == "" and errors.count("\n") == 1
+    assert not any(word in errors for word in ("steps=", "accuracy=", "None"))  # no options of the command
     assert sorted(tmp_path.iterdir()) == before
