@@ -16,6 +16,7 @@ from ..common.caveats import Band
 from .memory import PlanMemory
 
 DO_NOT, PAYS_NOT = "do not compress", "does not pay"
+_NOTHING_SAVED = 1e-3
 NOTHING_EXPOSED = 0.02
 """The part of a step below which communication that backward does not hide is nothing."""
 
@@ -113,12 +114,12 @@ class Advice:
         if self.better is not None:
             does = "is still faster" if self.pays else "does"
             return f" That of {self.better.policy} {does}: {self._gain(self.better)}"
-        choice = self.choice
-        if choice.policy != choice.asked:
-            asked = choice.row_of(choice.asked)
-            saved = f"{percent(1.0 - asked.step_s / choice.row.step_s)} less than that, within the error of predictions"
-            return f" That of {choice.asked} would take {duration(asked.step_s)}, {saved}."
-        return ""
+        choice, asked = self.choice, self.choice.row_of(self.choice.asked)
+        saved = 1.0 - asked.step_s / choice.row.step_s if choice.row.step_s else 0.0
+        if saved < _NOTHING_SAVED:
+            return ""
+        less = f"{percent(saved)} less than that, within the error of predictions"
+        return f" That of {choice.asked} would take {duration(asked.step_s)}, {less}."
 
     @property
     def _why_not(self) -> str:
