@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from gckernels.codec import Codec
 from gckernels.compressor import Compressor
@@ -12,14 +12,13 @@ from gckernels.sync.programs.steps import Place
 
 from ...machines.curves import CodecModel
 from ...machines.profile import WARNED_ERROR
-from .codecs import Case, bound, cases_of, low_rank_message
+from .codecs import Case, Work, bound, cases_of, low_rank_message
 from .fits import APART, LaunchSample, coefficients_of
 from .memory import Arena
 from .session import Session, Stopwatch
 
 _MOMENTS = 2  # at each of which all launches are measured, one behind the other
 
-Work = Callable[[], object]
 Timed = tuple[float, float]
 """Seconds of a call, and its CPU seconds."""
 
