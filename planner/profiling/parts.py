@@ -145,7 +145,8 @@ class Parts:
     @property
     def _disputed(self) -> list[CollectiveTrains | CopyTimes | CodecTimes]:
         """The measurements of which something was disturbed, or was measured at one moment only."""
-        return [each for each in (*self.trains, *self.copy_times, *self.codec_times) if each.disputed]
+        found: list[CollectiveTrains | CopyTimes | CodecTimes] = [*self.trains, *self.copy_times, *self.codec_times]
+        return [each for each in found if each.disputed]
 
     def _measure_again(self, least_error: float = 0.0, *, is_needed: bool = False) -> None:
         """Measure what is disputed, and has at least some error, at another moment."""
