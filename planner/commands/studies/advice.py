@@ -64,8 +64,8 @@ class Advice:
 
     @property
     def of_all(self) -> bool:
-        """Whether the plan is the best of all policies, and not that of one which was named."""
-        return self.choice.asked == "auto"
+        """Whether the plan is the best of all policies, or their limit, and not that of one which was named."""
+        return self.choice.asked in ("auto", BOUND)
 
     @property
     def short(self) -> str:

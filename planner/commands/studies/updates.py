@@ -108,7 +108,7 @@ class UpdatesInstead:
 def updates_instead(
     problem: Problem, step_s: float, with_rounds: Callable[[UpdateRounds], Problem]
 ) -> UpdatesInstead | None:
-    """Rounds of updates with one compressor, if a step waits too long for gradients, and waits less in rounds.
+    """Rounds of updates with one compressor, if a whole step waits too long for gradients, and waits less in rounds.
 
     Args:
         problem: the problem; models of ``fully_shard`` get no such advice.
@@ -116,7 +116,8 @@ def updates_instead(
         with_rounds: returns the problem of some rounds on the same machine.
     """
     computing_s = problem.trace.computing_s
-    if problem.rounds is not None or problem.is_sharded or not computing_s or step_s <= LONG * computing_s:
+    is_asked = problem.rounds is None and not problem.is_sharded and problem.trace.is_whole_step
+    if not is_asked or not computing_s or step_s <= LONG * computing_s:
         return None
     found = None
     for every in EVERY:
