@@ -50,7 +50,8 @@ _SHORT = 48
 
 
 def auto(problem: Problem, starts: Mapping[str, Plan]) -> Plan:
-    """The fastest plan that is found, or that of ``none`` unless it saves more than predictions may be wrong by.
+    """The fastest plan that is found of those that save more than their predictions may be wrong by, or that of
+    ``none`` if there is no such plan.
 
     So a policy that it starts from has a faster plan only where that saves less.
 
@@ -58,11 +59,17 @@ def auto(problem: Problem, starts: Mapping[str, Plan]) -> Plan:
         problem: the problem.
         starts: the plans of other policies by name, that of ``none`` among them.
     """
-    best = min(starts.values(), key=problem.step_s)
+    found = list(starts.values())
     if problem.topology.world_size > 1:
-        best = min([best, *_searched(problem, list(starts.values()))], key=problem.step_s)
+        found += _searched(problem, found)
     exact = starts["none"]
-    return best if problem.is_gain(problem.step_s(best), problem.step_s(exact)) else exact
+    exact_s, exact_error = problem.step_s(exact), problem.margin(problem.timeline(exact))
+    for plan in sorted(found, key=problem.step_s):
+        if not problem.is_gain(problem.step_s(plan), exact_s):
+            break
+        if problem.is_gain(problem.step_s(plan), exact_s, max(exact_error, problem.margin(problem.timeline(plan)))):
+            return plan
+    return exact
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
         print(f"profile: {profile.stamp.seconds:.0f} s, margin {profile.margin:.1%}", flush=True)
         for what, each in (
             ("left out", profile.left_out),
-            ("refused", profile.refused),
+            ("bad", profile.bad),
             ("doubtful", profile.doubtful),
         ):
             print(f"{what}: {'; '.join(each) or 'nothing'}", flush=True)

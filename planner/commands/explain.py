@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 from gckernels.sync.plans.numbers import plural
 from gckernels.sync.plans.plan import Frontend, Plan
@@ -18,13 +20,24 @@ from ..timeline.launches import launches_of
 from ..timeline.timeline import Timeline
 from .common.caveats import Band
 from .common.console import Console
-from .common.files import MAKE, add_outputs, reading
-from .common.inputs import add_problem, check_pictures, machine_of, plan_of, problem_of, trace_of, with_sizes_of
+from .common.files import MAKE, STANDARD, add_outputs, reading
+from .common.inputs import (
+    add_problem,
+    check_pictures,
+    machine_of,
+    plan_of,
+    problem_of,
+    problem_of_rounds,
+    trace_of,
+    with_sizes_of,
+)
 from .common.outcome import Outcome, bad_data, wrong_use
-from .studies.advice import PlanMemory
 from .studies.explanation import differences, explain, judged, timeline_record
+from .studies.memory import PlanMemory
+from .studies.updates import updates_instead
 from .texts.explanation_text import comparison, text
 from .texts.pictures import draw_timelines
+from .texts.use_text import use_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,19 +81,27 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     timelines = {path: _timeline(problem, given.machine, path, each) for path, each in plans.items()}
     with reading(given.machine, "machine", (MachineError,)):
         found = explain(problem, plan, given.messages, given.unit, console.progress)
-    band, memory = Band.of(problem), PlanMemory.of(problem, plan)
+        predicted = timelines[given.plan]
+        instead = updates_instead(problem, predicted.step_s, partial(problem_of_rounds, given, trace, machine))
+    band, memory = replace(Band.of(problem), margin=problem.margin(predicted)), PlanMemory.of(problem, plan)
     lines, record = [text(given.plan, found, band, given.unit)], found.record()
     if given.against is not None:
         lines += ["", comparison(timelines, plans, band)]
         record["against"] = timeline_record(timelines[given.against])
     lines += ["", memory.line(), *([] if memory.fits else [f"{given.plan} does not fit. {memory.why_not}"])]
+    if instead is not None:
+        lines.append(instead.line())
+    made_elsewhere = differences(plan, problem)
+    if given.plan != STANDARD and not made_elsewhere:
+        lines.append(f"{use_of(given.plan, problem)}.")
     files: dict[str | None, str | bytes] = {}
     if given.png is not None:
         files[given.png] = draw_timelines(timelines, band)
     if given.perfetto is not None:
         files[given.perfetto] = _events(timelines, band)
-    notes = [f"{given.plan}: {line}" for line in differences(plan, problem)] + caveats.lines()
+    notes = [f"{given.plan}: {line}" for line in made_elsewhere] + caveats.lines()
     record |= band.record() | memory.record() | caveats.record()
+    record["updates_instead"] = None if instead is None else instead.record()
     return Outcome("\n".join([*lines, *band.notes()]), record, files, notes)
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from dataclasses import replace
+from functools import partial
 
 from gckernels.sync.accuracy.accuracy import start_step
 from gckernels.sync.plans.plan import Frontend, PlanError
@@ -16,7 +17,7 @@ from ..drafts.problem import Problem, ProblemError
 from ..drafts.rounds import UpdateRounds
 from ..machines.machine import MachineError
 from .common.console import Console
-from .common.files import add_outputs, reading
+from .common.files import STANDARD, add_outputs, reading
 from .common.inputs import (
     accuracy_of,
     add_problem,
@@ -24,16 +25,19 @@ from .common.inputs import (
     machine_of,
     methods_of,
     problem_of,
+    problem_of_rounds,
     trace_of,
     why_unusable,
     with_sizes_of,
 )
 from .common.outcome import Exit, Outcome, wrong_use
-from .studies.advice import Advice, step_costs
+from .studies.advice import Advice
 from .studies.prediction import predict
 from .studies.sweeps import sweep_from
+from .studies.updates import step_costs, updates_instead
 from .texts.pictures import draw_sweeps
 from .texts.plan_text import record, text
+from .texts.use_text import use_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,22 +97,27 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         raise wrong_use("--png draws sweeps, and there are none", "add --sweep bandwidth=100mbit:100gbit")
     check_pictures(given.png)
     first_step = _start_step_of(given)
-    trace = trace_of(given.trace)
-    problem, caveats = problem_of(given, trace, machine_of(given.machine), given.weights, _rounds_of(given, trace))
+    trace, machine = trace_of(given.trace), machine_of(given.machine)
+    problem, caveats = problem_of(given, trace, machine, given.weights, _rounds_of(given, trace))
     caveats.check(given.machine)
     with reading(given.trace, "trace", (PlanError,)), reading(given.machine, "machine", (MachineError,)):
         here = Advice.of(problem, _chosen(problem, given.policy))
         steps = step_costs(problem, here.choice)
         elsewhere = None if given.sweep is None else predict(problem, here, sweeps, console.progress)
+        least_s = min(row.step_s for row in here.choice.rows)
+        instead = updates_instead(problem, least_s, partial(problem_of_rounds, given, trace, machine))
     plan = replace(here.choice.plan, start_step=first_step)
     if problem.frontend is Frontend.HSDP:
         plan = with_sizes_of(trace, plan)
     files: dict[str | None, str | bytes] = {given.output: json.dumps(plan.to_json(), indent=1) + "\n"}
     if given.png is not None and elsewhere is not None:
         files[given.png] = draw_sweeps(elsewhere.sweeps)
-    results = record(problem, here, steps, elsewhere) | caveats.record()
+    results = record(problem, here, steps, elsewhere, instead) | caveats.record()
+    notes = caveats.lines()
+    if given.output not in (None, STANDARD):
+        notes.append(use_of(given.output, problem))
     code = Exit.OK if here.pays else Exit.DOES_NOT_PAY
-    return Outcome(text(problem, caveats, here, steps, elsewhere), results, files, caveats.lines(), code)
+    return Outcome(text(problem, caveats, here, steps, elsewhere, instead), results, files, notes, code)
 
 
 def _start_step_of(given: argparse.Namespace) -> int:
@@ -117,10 +126,15 @@ def _start_step_of(given: argparse.Namespace) -> int:
         if given.steps is not None:
             raise wrong_use("--steps says when compressors of gradients begin, those of updates begin at once")
         return 0
-    try:
-        return start_step(accuracy_of(given), given.steps)
-    except ValueError as error:
-        raise wrong_use(f"--steps: {error}", "give the steps of the whole training, as in --steps 10000") from None
+    if given.steps is not None and given.steps < 1:
+        raise wrong_use(f"--steps must be an integer from 1 up, got {given.steps}", "give those of the whole training")
+    accuracy = accuracy_of(given)
+    if accuracy == "aggressive" and given.steps is None:
+        begin = "its compressors begin after a tenth of the training, whose number of steps is not known"
+        raise wrong_use(
+            f"--accuracy aggressive: {begin}", "add --steps, such as --steps 10000, or leave --accuracy out"
+        )
+    return start_step(accuracy, given.steps)
 
 
 def _rounds_of(given: argparse.Namespace, trace: ModelTrace) -> UpdateRounds | None:

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,9 @@ from .common.inputs import methods_of
 from .common.outcome import Outcome, bad_data, wrong_use
 from .common.tables import table
 
+_MISTAKEN = ("output", "json", "steps", "warmup", "compressors", "name", "go_on")
+"""The options that a script could be given by mistake."""
+
 
 class _AfterScript(argparse.Action):
     """The words after the script: at first ``-o FILE`` and ``--json``, which are ours, then the script's own."""
@@ -41,7 +44,23 @@ class _AfterScript(argparse.Action):
                 del words[0]
             else:
                 break
+        namespace.like_ours = _like_ours(parser, namespace, words)
         namespace.arguments = words[1:] if words[:1] == ["--"] else words
+
+
+def _like_ours(parser: Any, namespace: Any, words: Sequence[str]) -> list[str]:
+    """The words behind a script that look like options of this verb which have not been given, each with its value."""
+    found = []
+    options = {name: action for action in parser._actions for name in action.option_strings if action.dest in _MISTAKEN}
+    for at, word in enumerate(words):
+        name, is_joined, _ = word.partition("=")
+        if word[:2] in options:  # such as -oFILE
+            name, is_joined = word[:2], word[2:]
+        action = options.get(name)
+        if action is not None and getattr(namespace, action.dest, action.default) == action.default:
+            has_value = action.nargs is None and not is_joined
+            found.append(" ".join(words[at : at + 1 + has_value]))
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,6 +98,10 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
             raise wrong_use(f"{option} must be an integer from {least} up, got {value}", "leave it out")
     compressors = None if given.compressors is None else methods_of(given.compressors)
     _check_script(given.script, given.module)
+    if given.like_ours and "--" not in given.words:  # which some releases of Python take out of the arguments
+        options, script = ", ".join(given.like_ours), given.script
+        behind = "to which everything behind its first argument goes"
+        console.note(f"{options} is given to {script}, {behind}; an option of this command stands before the script")
     begin = partial(trace_model, steps=given.steps, warmup=given.warmup, compressors=compressors, name=given.name)
     # results alone go to stdout where a program reads it
     quiet = contextlib.redirect_stdout(sys.stderr) if given.json or given.output == STANDARD else None

@@ -193,7 +193,12 @@ class Problem:
             known = self._judged[id(plan)] = (plan, self.timeline(plan).step_s)
         return known[1]
 
-    def is_gain(self, step_s: float, none_s: float) -> bool:
+    def margin(self, predicted: Timeline) -> float:
+        """The relative error that a prediction is expected to have: that of the machine, or that of the prices of its
+        own stages if these are worse."""
+        return max(self.machine.margin, predicted.error)
+
+    def is_gain(self, step_s: float, none_s: float, margin: float = 0.0) -> bool:
         """Whether a plan saves more than predictions may be wrong by.
 
         The trace has measured forward, backward and the optimizer, which all plans have in common. Only what a step
@@ -201,10 +206,11 @@ class Problem:
 
         Args:
             step_s: the predicted seconds of a step with the plan.
-            none_s: the predicted seconds of a step that compresses nothing.
+            none_s: the predicted seconds of a step with the plan that it is compared with, such as that of ``none``.
+            margin: the relative error of both predictions, if it is larger than that of the machine.
         """
         predicted_s = max(none_s - self.trace.computing_s, none_s * PREDICTED_SHARE)
-        return none_s - step_s > self.machine.margin * predicted_s
+        return none_s - step_s > max(self.machine.margin, margin) * predicted_s
 
     def dtype(self, tensor: int) -> torch.dtype:
         """The dtype of a tensor."""
@@ -243,6 +249,10 @@ def _check_trace(trace: ModelTrace, frontend: Frontend, gathers: bool) -> None:
         raise ValueError("Problem: the trace has no buckets, which are DDP's launches; record it from a DDP model")
     if sorted(held) != sorted(names) or not all(trace.buckets):
         raise ValueError("Problem: the buckets of the trace must have each of its tensors once")
+    for bucket in trace.buckets:
+        if len(mixed := sorted({str(trace.by_name[name].dtype).removeprefix("torch.") for name in bucket})) > 1:
+            several = f"the bucket of {bucket[0]!r} has tensors of {' and '.join(mixed)}"
+            raise ValueError(f"Problem: {several}, and what is sent as one vector has one dtype")
 
 
 def shards_of(trace: ModelTrace, ranks: int) -> ModelTrace:

@@ -7,6 +7,7 @@ estimated from the published rates of links and devices.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -65,12 +66,15 @@ class Price:
         submit_s: seconds of the submitting thread, which delay backward.
         busiest_s: for links of which one has more work than the mean, as that of a root, the seconds of work of this
             one.
+        unsure_s: ``float64 [n]``, the seconds by which ``alone_s`` may be wrong; ``None`` if only the margin of the
+            machine tells.
     """
 
     alone_s: Floats
     work_s: Mapping[Shared, Floats] = field(default_factory=dict)
     submit_s: float = 0.0
     busiest_s: Mapping[Shared, Floats] = field(default_factory=dict)
+    unsure_s: Floats | None = None
 
     def entry(self, at: int) -> Price:
         """The price of one of the stages, as arrays of one entry."""
@@ -78,14 +82,17 @@ class Price:
         work_s, busiest_s = (
             {shared: each[one] for shared, each in work.items()} for work in (self.work_s, self.busiest_s)
         )
-        return Price(self.alone_s[one], work_s, self.submit_s, busiest_s)
+        unsure_s = None if self.unsure_s is None else self.unsure_s[one]
+        return Price(self.alone_s[one], work_s, self.submit_s, busiest_s, unsure_s)
 
     def __add__(self, other: Price) -> Price:
         """The price of both works, one after the other, in one stage."""
         none = np.zeros_like(self.alone_s)
         keys = dict.fromkeys((*self.work_s, *other.work_s))
         work_s = {key: self.work_s.get(key, none) + other.work_s.get(key, none) for key in keys}
-        return Price(self.alone_s + other.alone_s, work_s, self.submit_s + other.submit_s)
+        unsure_s = [each.unsure_s for each in (self, other) if each.unsure_s is not None]
+        added_s = sum(unsure_s[1:], unsure_s[0]) if unsure_s else None
+        return Price(self.alone_s + other.alone_s, work_s, self.submit_s + other.submit_s, unsure_s=added_s)
 
     @staticmethod
     def fastest(prices: Sequence[Price]) -> Price:
@@ -275,15 +282,22 @@ class Replicas(DerivedMachine):
         return super().collective(step, level, place, wire_nbytes, from_roots)
 
 
-def has_prices(machine: Machine, method: Compressor) -> bool:
-    """Whether a machine has prices for a compressor: a profile may lack it, or have measured it too badly."""
-    one, sources = np.array([1.0]), machine.topology.world_size
+BAD_ERROR = 0.20
+"""The relative error of a price from which it is bad."""
+
+
+def price_error(machine: Machine, method: Compressor) -> float:
+    """The largest relative error of a machine's prices for a compressor; 0 if only its margin tells, infinite if it
+    lacks a price."""
+    one, sources, errors = np.array([1.0]), machine.topology.world_size, [0.0]
     works = [(StageKind.PROJECT, 1), (StageKind.RECONSTRUCT, 1)]
     if isinstance(method, Codec):
         works = [(StageKind.ENCODE, 1), (StageKind.DECODE, sources)]
     try:
         for work, merged in works:
-            machine.codec(work, method, Place.DEVICE, one, 4096 * one, merged)
+            price = machine.codec(work, method, Place.DEVICE, one, 4096 * one, merged)
+            if price.unsure_s is not None and price.alone_s.item(0) > 0:
+                errors.append(price.unsure_s.item(0) / price.alone_s.item(0))
     except MachineError:
-        return False
-    return True
+        return math.inf
+    return max(errors)

@@ -25,11 +25,9 @@ from gckernels.sync.programs.steps import AllGather, AllToAll, Hop, Level, Place
 from gckernels.sync.programs.topology import Topology
 
 from .curves import CodecModel, CollectiveCurve, CopyCurve, Curve, is_fitted_from, sides_of
-from .machine import AtLeastZero, Floats, MachineError, Overheads, Price, Shared
+from .machine import BAD_ERROR, AtLeastZero, Floats, MachineError, Overheads, Price, Shared
 from .parts import AboveZero, Fraction
 
-REFUSED_ERROR = 0.20
-"""Relative error from which a measurement is not used."""
 WARNED_ERROR = 0.10
 """Relative error from which a measurement is doubtful."""
 MIN_MARGIN = 0.02
@@ -147,14 +145,14 @@ class Profile:
     def margin(self) -> float:
         """The relative error that predictions are expected to have.
 
-        It is the median error of the used measurements at held-out sizes, of collectives or of codecs, whichever is
-        larger; at least :data:`MIN_MARGIN`.
+        It is the median error of the measurements at held-out sizes, of collectives or of codecs, whichever is larger;
+        at least :data:`MIN_MARGIN`. Codecs with a bad error do not count, because plans do without them where they can.
+        A prediction whose own prices are worse has a larger error, which the prices say.
         """
-        medians = [MIN_MARGIN]
-        for measured in (self.collectives, self.codecs):
-            errors = [each.error for each in measured if each.error is not None and each.error <= REFUSED_ERROR]
-            medians += [statistics.median(errors)] if errors else []
-        return max(medians)
+        codecs = [each.error for each in self.codecs if each.error is not None]
+        good = [error for error in codecs if error <= BAD_ERROR]
+        collectives = [each.error for each in self.collectives if each.error is not None]
+        return max([MIN_MARGIN, *(statistics.median(errors) for errors in (collectives, good or codecs) if errors)])
 
     @property
     def capacities(self) -> Mapping[Shared, float]:
@@ -173,7 +171,7 @@ class Profile:
         which takes as long over one card.
 
         Raises:
-            MachineError: it was not measured, or its measurements do not agree.
+            MachineError: it was not measured.
         """
         if self.topology.size(level) == 1:
             return Price(np.zeros_like(wire_nbytes))
@@ -186,7 +184,8 @@ class Profile:
         wire = self.sharing.get(level, 1.0) * curve.wire(wire_nbytes)
         measured = "exchange" in self.taken or self.computes_on == Shared.CORES
         kind = "exchange" if step in _EXCHANGES and measured else "collective"
-        return Price(alone, {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), kind))
+        work_s = {self._link(level): wire} | self._computing(alone, curve.cores(wire_nbytes), kind)
+        return Price(alone, work_s, unsure_s=(curve.error or 0.0) * alone)
 
     def codec(
         self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
@@ -197,7 +196,7 @@ class Profile:
         encoding. Low-rank messages encode and decode the units that they send exactly.
 
         Raises:
-            MachineError: it was not measured, or its measurements do not agree.
+            MachineError: it was not measured.
         """
         match work:
             case StageKind.ENCODE_SHARD:
@@ -221,7 +220,6 @@ class Profile:
             return decode + self.codec(StageKind.ENCODE, compressor, place, units, elements, 1)
         if found is None:
             raise MachineError(f"{self.name}: {work.value} of {compressor} was not measured; {MEASURE_AGAIN}")
-        self._check(found)
         if np.any(elements > found.max_elements):
             self._note(f"{found} beyond {found.max_elements} elements")
         if np.any(units > found.max_units):
@@ -230,30 +228,34 @@ class Profile:
             self._note(f"{found} beyond {found.max_sources} sources")
         alone = found.coefficients.seconds(units, elements, sources, sides_of(compressor, units, elements))
         if at == Place.HOST:  # beside the device, and so beside nothing of backward's
-            return Price(alone, {Shared.CORES: np.minimum(alone * found.cores, alone * self.cores)})
-        return Price(alone, self._computing(alone, alone * found.cores, "codec"))
+            work_s = {Shared.CORES: np.minimum(alone * found.cores, alone * self.cores)}
+        else:
+            work_s = self._computing(alone, alone * found.cores, "codec")
+        return Price(alone, work_s, unsure_s=(found.error or 0.0) * alone)
 
     def copy(self, resource: Shared, nbytes: Floats) -> Price:
         """The price of copies; see :meth:`~gckernels.planner.machines.machine.Machine.copy`.
 
         Raises:
-            MachineError: it was not measured, or its measurements do not agree.
+            MachineError: it was not measured.
         """
         found = next((each for each in self.copies if each.resource == resource), None)
-        alone = self._curve(found, f"copies over {resource.value} were", nbytes).wall(nbytes)
-        return Price(alone, {resource: alone})
+        curve = self._curve(found, f"copies over {resource.value} were", nbytes)
+        alone = curve.wall(nbytes)
+        return Price(alone, {resource: alone}, unsure_s=(curve.error or 0.0) * alone)
 
     # ---------------------------------------------------------------- its quality
 
     @property
-    def refused(self) -> tuple[str, ...]:
-        """The measurements that are not used because their error is too large, for people."""
-        return self._errors_above(REFUSED_ERROR, float("inf"))
+    def bad(self) -> tuple[str, ...]:
+        """The measurements whose error is so large that plans do without these compressors if there are others, for
+        people. Their prices are used where plans need them, and make the error of predictions larger."""
+        return self._errors_above(BAD_ERROR, float("inf"))
 
     @property
     def doubtful(self) -> tuple[str, ...]:
-        """The measurements that are used, but have large errors, for people."""
-        return self._errors_above(WARNED_ERROR, REFUSED_ERROR)
+        """The other measurements with large errors, for people."""
+        return self._errors_above(WARNED_ERROR, BAD_ERROR)
 
     def _errors_above(self, least: float, largest: float) -> tuple[str, ...]:
         measured: tuple[Measured, ...] = (*self.collectives, *self.codecs, *self.copies)
@@ -264,21 +266,13 @@ class Profile:
         """The curve of a measurement, whose use for sizes ``[n]`` is noted.
 
         Raises:
-            MachineError: it was not made, or it disagrees with itself.
+            MachineError: it was not made.
         """
         if found is None:
             raise MachineError(f"{self.name}: {what} not measured; {MEASURE_AGAIN}")
-        self._check(found)
         if np.any(nbytes > found.curve.nbytes[-1]):
             self._note(f"{found} beyond {found.curve.nbytes[-1]:.0f} bytes")
         return found.curve
-
-    def _check(self, found: Measured) -> None:
-        if found.error is not None and found.error > REFUSED_ERROR:
-            raise MachineError(
-                f"{self.name}: the measurements of {found} disagree by {found.error:.0%}, more than "
-                f"{REFUSED_ERROR:.0%}; {MEASURE_AGAIN}"
-            )
 
     def _note(self, reason: str) -> None:
         self.assumptions[reason] = self.assumptions.get(reason, 0) + 1

@@ -27,15 +27,13 @@ from gckernels.sync.stats.decisions import LOGGER
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.tuning.trials.rules import Phase
 
-from ..choice import STARTS, Choice, Row, choose
+from ..choice import PLANNED_ERROR, STARTS, Choice, Row, choose
 from ..drafts.problem import Problem
 from ..machines.machine import Machine, Sharding
 from ..timeline.pricing import Pricer
 
 FINALISTS = 2
 """Plans that may be tried."""
-LEAST_GAIN = 0.02
-"""The least part of the step of the fastest plan so far that a plan must be predicted to save."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,7 @@ def proposal(
 
     The model and the trials measure different parts of a step, but differences between two plans are the same. So the
     fastest plan that compresses tells by how many seconds they are apart. How wrong the others are then is the error.
+    Prices are fitted to the steps of these very plans, so it counts as at least that of planned plans.
 
     Args:
         trace: the recorded steps.
@@ -116,7 +115,7 @@ def proposal(
     apart_s = problem.step_s(fastest) - tried.measured_s[fastest]
     errors = [abs(problem.step_s(plan) - apart_s - each) / each for plan, each in tried.measured_s.items()]
     error, choice = max(errors), choice_of(problem)
-    enough_s = tried.least_s * (1.0 - max(error, LEAST_GAIN)) + apart_s
+    enough_s = tried.least_s * (1.0 - max(error, PLANNED_ERROR)) + apart_s
     found = tuple(
         replace(plan, prediction=replace(plan.prediction, step_s=max(plan.prediction.step_s - apart_s, 0.0)))
         for plan in finalists(choice)

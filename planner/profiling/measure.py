@@ -28,14 +28,15 @@ from ..machines.machine import Shared
 from ..machines.profile import Profile, Stamp
 from .measurements.collectives import connect
 from .measurements.memory import rank_nbytes
+from .measurements.overheads import load_ddp
 from .measurements.session import MeasurementExtent, Session
 from .parts import Parts
 
 USUAL_COMPRESSORS = (
     "Identity",
-    "Cast16",
-    "BlockQuant",
     "BlockQuant(bits=4)",
+    "BlockQuant",
+    "Cast16",
     "EFSignSGD",
     "PowerSGD",
     "ChunkTopK",
@@ -68,7 +69,7 @@ def profile(
         progress: called on every rank with the share of the time that is spent and the name of the part that begins.
 
     Returns:
-        The profile, a machine for the planner. Measurements that disagree with themselves are in ``refused``.
+        The profile, a machine for the planner. Measurements that disagree with themselves are in ``bad``.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, or the ranks have different arguments.
@@ -112,6 +113,7 @@ def measure_profile(
         now: returns the seconds of a clock.
     """
     cores, ranks = Cores.of(group, device), Ranks(group, device)
+    load_ddp(group, device)
     hosts = tuple(exchange_text(group, device, platform.node()))
     memory_nbytes = -ranks.slowest([-rank_nbytes(device, hosts.count(platform.node()))])[0]  # the least
     session = Session(

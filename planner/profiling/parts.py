@@ -18,22 +18,26 @@ from gckernels.sync.programs.steps import AllGather, AllReduce, AllToAll, Collec
 from gckernels.sync.resources.stage import Issue
 
 from ..machines.curves import CodecModel, CollectiveCurve, CopyCurve, place_suffix
-from ..machines.machine import Overheads, Shared
-from .measurements.codecs import Case, bound, measure_codecs, works_of
+from ..machines.machine import BAD_ERROR, Overheads, Shared
+from .measurements.codec_times import CodecTimes
+from .measurements.codecs import Case, bound, works_of
 from .measurements.collective_trains import CollectiveTrains
 from .measurements.collectives import BY_USE, calls_of, levels_of, measure_sharing, wire_nbytes
 from .measurements.contention import measure_taken
-from .measurements.memory import Arena, far_nbytes, measure_copies
+from .measurements.memory import Arena, CopyTimes, far_nbytes
 from .measurements.overheads import measure_overheads
 from .measurements.session import MI, Session
 
 _FIRST, _SECOND = (AllReduce, AllGather), (AllToAll,)
 _USUAL = 8
 """Compressors that are measured between collectives. More of them come when nothing else is left but adding."""
+_NEEDED = 2
+"""The first ones of them, without which no plan would compress anything."""
 _BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.RECONSTRUCT)
 _LEAVES = 5  # something must be left for what follows
 _LEAST_CURVE_S = 0.4  # in less time a curve has no large sizes, and its small ones differ by chance
 _BESIDE_S = 0.003  # seconds of the collective that runs beside a backward at most
+_MOST_MOMENTS = 10  # at which something disturbed is measured at the end
 _WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly wait, and take nothing that shows
 
 
@@ -45,7 +49,7 @@ class Parts:
         session: the measurement.
         communicators: the links.
         cores: cores of a rank, the fewest of any.
-        overheads, trains, codecs, copies, sharing, taken: what has been found.
+        overheads, trains, codec_times, copy_times, sharing, taken: what has been found.
     """
 
     session: Session
@@ -53,8 +57,8 @@ class Parts:
     cores: float
     overheads: Overheads = field(default_factory=Overheads)
     trains: list[CollectiveTrains] = field(default_factory=list)
-    codecs: list[CodecModel] = field(default_factory=list)
-    copies: list[CopyCurve] = field(default_factory=list)
+    codec_times: list[CodecTimes] = field(default_factory=list)
+    copy_times: list[CopyTimes] = field(default_factory=list)
     sharing: dict[Level, float] = field(default_factory=dict)
     taken: dict[str, float] = field(default_factory=dict)
 
@@ -63,26 +67,43 @@ class Parts:
         """The curves of collectives."""
         return [curve for each in self.trains if (curve := each.curve) is not None]
 
+    @property
+    def codecs(self) -> list[CodecModel]:
+        """The models of codecs."""
+        return [model for each in self.codec_times for model in each.models]
+
+    @property
+    def copies(self) -> list[CopyCurve]:
+        """The curves of copies."""
+        return [each.curve for each in self.copy_times]
+
     def measure(self, compressors: Sequence[Compressor]) -> None:
         """Measure everything in the order of its use, as long as there is time.
 
-        Prices that most plans need are measured twice, with other measurements in between. The slow-down of backward
+        What every plan needs comes first, and the first compressors. They are measured however little time there is.
+        Then come the other compressors, with other measurements in between, and everything that was disturbed is
+        measured again, at first what has a bad error and every plan needs. The slow-down of backward
         comes after all prices that every plan needs: without it, plans are predicted to be too fast by a part of what
         they hide, but without the price of a compressor its plans are compared by chance. Adding comes last: few plans
-        add, and without its price those of decoding and encoding say much the same.
+        add, and without its price those of decoding and encoding say much the same. The rest of the time is spent on
+        what is still disturbed.
         """
         session = self.session
         levels, places = levels_of(session.topology), session.places
-        found = session.part("overheads of the engine", partial(measure_overheads, session))
+        found = session.part("overheads of the engine", partial(measure_overheads, session), is_needed=True)
         self.overheads = found or self.overheads
-        self._measure_collectives([kind(levels[0]) for kind in _FIRST])  # most plans
+        self._measure_collectives([kind(levels[0]) for kind in _FIRST], is_needed=True)
         arena = self._arena(Place.DEVICE)
-        self._measure_copies(arena)  # short, and every plan needs their price
-        usual, more = compressors[:_USUAL], compressors[_USUAL:]
+        self._measure_copies(arena)
+        self._measure_again(BAD_ERROR, is_needed=True)
+        others = [each for each in compressors if each != Identity()]
+        usual, more = others[: _USUAL - 1], others[_USUAL - 1 :]
         half = -(-len(usual) // 2)
-        self._measure_codecs(arena, usual[:half], _BOTH_ENDS)
+        self._measure_codecs(arena, [Identity(), *usual[:_NEEDED]], _BOTH_ENDS, is_needed=True)
+        self._measure_again(BAD_ERROR)
+        self._measure_codecs(arena, usual[_NEEDED:half], _BOTH_ENDS)
         self._measure_collectives([kind(levels[0]) for kind in _SECOND])
-        self._measure_codecs(arena, usual[half:], _BOTH_ENDS)
+        self._measure_codecs(arena, usual[max(half, _NEEDED) :], _BOTH_ENDS)
         self._measure_again()
         self._measure_beside_collectives()
         self._measure_beside_codecs(arena)
@@ -97,50 +118,66 @@ class Parts:
             self._measure_collectives([kind(level) for kind in BY_USE for level in levels], Place.HOST)
             on_host = self._arena(Place.HOST)
             for works in (_BOTH_ENDS, (StageKind.RECODE,), (StageKind.ADD,)):
-                self._measure_codecs(on_host, usual, works, Place.HOST)
+                self._measure_codecs(on_host, [Identity(), *usual], works, Place.HOST)
         self._measure_again()
         self._measure_codecs(arena, more, (*_BOTH_ENDS, StageKind.RECODE))
-        self._measure_codecs(arena, usual, (StageKind.ADD,))
+        self._measure_codecs(arena, [Identity(), *usual], (StageKind.ADD,))
+        for _ in range(_MOST_MOMENTS):
+            self._measure_again()
 
     def _arena(self, place: Place) -> Arena:
         extent, device = self.session.extent, self.session.places.memory(place)
         most = max(extent.elements + tuple(elements for _, elements in extent.many))
         return Arena(device, most, far_nbytes(device, extent.far_caches))
 
-    def _measure_collectives(self, steps: Sequence[Collective], place: Place = Place.DEVICE) -> None:
+    def _measure_collectives(
+        self, steps: Sequence[Collective], place: Place = Place.DEVICE, *, is_needed: bool = False
+    ) -> None:
         """Measure some collectives for the first time. They share most of the time that is left."""
         for index, step in enumerate(steps):
             left_s = self.session.left_s() / (_LEAVES * (len(steps) - index))
             curve_s = min(self.session.extent.curve_s, max(left_s, _LEAST_CURVE_S))
             trains = CollectiveTrains(self.session, self.communicators, step, place, curve_s)
-            self.session.part(str(trains), trains.begin)
+            self.session.part(str(trains), partial(trains.begin, is_needed), is_needed=is_needed)
             if trains.curve is not None:
                 self.trains.append(trains)
 
-    def _measure_again(self) -> None:
-        """Measure the collectives at another moment, as far as it is needed."""
-        for each in self.trains:
-            if each.disputed:
-                self.session.part(f"{each} at another moment", each.again)
+    @property
+    def _disputed(self) -> list[CollectiveTrains | CopyTimes | CodecTimes]:
+        """The measurements of which something was disturbed, or was measured at one moment only."""
+        found: list[CollectiveTrains | CopyTimes | CodecTimes] = [*self.trains, *self.copy_times, *self.codec_times]
+        return [each for each in found if each.disputed]
+
+    def _measure_again(self, least_error: float = 0.0, *, is_needed: bool = False) -> None:
+        """Measure what is disputed, and has at least some error, at another moment."""
+        for each in self._disputed:
+            if each.error is None or each.error >= least_error:
+                self.session.part(f"{each} at another moment", each.again, is_needed=is_needed)
 
     def _measure_copies(self, arena: Arena) -> None:
         """Measure copies within a device and, if it has memory of its own, to and from the host."""
         apart = self.session.places.apart
         for resource in [Shared.DEVICE, Shared.TO_HOST, Shared.TO_DEVICE] if apart else [Shared.CORES]:
-            measure = partial(measure_copies, self.session, arena, resource)
-            if (found := self.session.part(f"copies, {resource.value}", measure)) is not None:
-                self.copies.append(found)
+            measure = partial(CopyTimes.measured, self.session, arena, resource)
+            if (found := self.session.part(f"copies, {resource.value}", measure, is_needed=True)) is not None:
+                self.copy_times.append(found)
 
     def _measure_codecs(
-        self, arena: Arena, methods: Sequence[Compressor], measured: Collection[StageKind], place: Place = Place.DEVICE
+        self,
+        arena: Arena,
+        methods: Sequence[Compressor],
+        measured: Collection[StageKind],
+        place: Place = Place.DEVICE,
+        *,
+        is_needed: bool = False,
     ) -> None:
         """Measure some works of all methods, each method as a part of its own."""
         for method in methods:
             works = [work for work in works_of(method) if work in measured]
             name = f"{' and '.join(work.value for work in works)} of {method}{place_suffix(place)}"
             if works:
-                measure = partial(measure_codecs, self.session, arena, method, works, place)
-                self.codecs += self.session.part(name, measure) or []
+                measure = partial(CodecTimes.measured, self.session, arena, method, works, place)
+                self.codec_times += self.session.part(name, measure, is_needed=is_needed) or []
 
     def _measure_sharing(self, levels: Collection[Level]) -> None:
         """Measure the share of some links that one collective can use."""

@@ -133,6 +133,13 @@ class Timeline:
         return busy_s
 
     @functools.cached_property
+    def error(self) -> float:
+        """The relative error of the prices of all stages together; 0 if only the margin of the machine tells."""
+        prices = [submitted.stage.price for submitted in self.submitted]
+        unsure_s = sum(price.unsure_s.item(0) for price in prices if price.unsure_s is not None)
+        return unsure_s / total_s if (total_s := sum(price.alone_s.item(0) for price in prices)) else 0.0
+
+    @functools.cached_property
     def utilisation(self) -> Mapping[Shared, Utilisation]:
         """The load over time of every shared resource that is used."""
         return utilisation_of(self.run, self.capacities)

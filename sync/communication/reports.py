@@ -203,9 +203,9 @@ def _own_store() -> Any:
     """The store of the job, over a connection that nobody else waits for if it has connections."""
     store: Any = distributed_c10d._get_default_store()
     inner = store
-    while isinstance(inner, dist.PrefixStore):
+    while isinstance(inner, distributed_c10d.PrefixStore):
         inner = inner.underlying_store
-    if isinstance(inner, dist.TCPStore):
+    if isinstance(inner, distributed_c10d.TCPStore):
         store = store.clone()
         store.set_timeout(timedelta(seconds=PATIENCE_S))
     return store

@@ -174,6 +174,10 @@ def _check_fields(document: Entry, found: dict[str, Any]) -> None:
         fields["buckets"].refuse(
             "lists, none of them empty, that together have the name of every tensor once", "others"
         )
+    dtypes = {tensor.name: str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    for at, bucket in enumerate(buckets if not found.get("gathers") else ()):  # FSDP2 may cast a group to one dtype
+        if len(mixed := sorted({dtypes[name] for name in bucket})) > 1:
+            fields["buckets"].items()[at].refuse("tensors of one dtype, as in DDP's buckets", " and ".join(mixed))
     groups = {frozenset(bucket) for bucket in buckets}
     for at, gather in enumerate(found.get("gathers", ())):
         parts = fields["gathers"].items()[at].fields((), None)

@@ -18,14 +18,15 @@ TRACE = ModelTrace(
     model="ünder test",
     tensors=(
         TracedTensor("out.weight", 12, 0.25, (3, 4), torch.float32, Role.OUTPUT, 1.5, {"BlockQuant(bits=4)": 0.125}),
-        TracedTensor("out.bias", 3, 0.25, (3,), torch.bfloat16, Role.VECTOR, 0.0),
+        TracedTensor("out.bias", 3, 0.25, (3,), torch.float32, Role.VECTOR, 0.0),
         TracedTensor("scalar", 1, 0.5, (), torch.float64, Role.VECTOR),
+        TracedTensor("half", 7, 0.75, (7,), torch.bfloat16, Role.VECTOR),
         TracedTensor("unknown", 5, 1 / 3 + 0.5),
     ),
     backward_s=1.0,
     forward_s=0.1,
     optimizer_s=0.01,
-    buckets=(("out.bias", "out.weight"), ("scalar", "unknown")),
+    buckets=(("out.bias", "out.weight"), ("scalar",), ("half",), ("unknown",)),
     source="a test",
 )
 PUBLISHED = {
@@ -126,6 +127,10 @@ WRONG = {
     "early": (changed(backward_s=0.5), "backward_s must be at least the 0.8333"),
     "empty": (changed(tensors=[]), "a list of at least one tensor"),
     "buckets": (changed(buckets=[["scalar"]]), "the name of every tensor once"),
+    "mixed bucket": (
+        changed(buckets=[["out.weight", "out.bias"], ["scalar", "half"], ["unknown"]]),
+        r"buckets\[1\] must be tensors of one dtype, as in DDP's buckets, got bfloat16 and float64",
+    ),
     "edited": (changed(forward_s=0.2), "the hash of the rest of the file, or left out after an edit by hand"),
     "cut off": (changed()[:-40], "cut off, at line 1"),
     "deep": ('{"tensors": ' + "[" * 40 + "]" * 40 + "}", "more than 32 levels"),

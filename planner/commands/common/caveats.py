@@ -115,6 +115,9 @@ class Caveats:
         more = [f"and {len(assumed) - NOTED} more"] if len(assumed) > NOTED else []
         slips = [*slips_of_trace(self.problem.step), *slips_of_machine(self.problem.machine)]
         left_out = [f"{name}: {self._lacking}, so plans do without; {self._remedy}"] if self.unpriced else []
+        bad = self.problem.machine.bad if isinstance(self.problem.machine, Profile) else ()
+        if bad:
+            left_out.append(f"{name}: disturbed while it was measured: {', '.join(bad)}; predictions with them say so")
         return slips + left_out + [f"{name}: not measured as such: {reason}" for reason in assumed[:NOTED] + more]
 
     def record(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from gckernels.sync.traces.trace_files import trace_names
 from ...drafts.problem import Problem, shards_of
 from ...drafts.rounds import UpdateRounds, is_mean
 from ...machines.files import load_machine, machine_names
-from ...machines.machine import Machine, Replicas, Sharding, has_prices
+from ...machines.machine import BAD_ERROR, Machine, Replicas, Sharding, price_error
 from ...machines.profile import Profile
 from ...timeline.pricing import Pricer
 from .caveats import Caveats
@@ -138,10 +138,12 @@ def problem_of(
     places = (Place.DEVICE, Place.HOST) if given.host else (Place.DEVICE,)
     with reading(given.trace, "trace", (ValueError,)):
         allowed = allowed_compressors(trace, accuracy)
-        if any(allowed.values()) and not has_prices(machine, Identity()):
-            lacking = "it has no good price of Identity, which all plans that compress need for small tensors"
-            raise bad_data(f"{given.machine}: {lacking}", f"{MAKE['machine']}, with nothing else running")
-        priced = {method: has_prices(machine, method) for methods in allowed.values() for method in methods}
+        if any(allowed.values()) and math.isinf(price_error(machine, Identity())):
+            lacking = "it has no price of Identity, which all plans that compress need for small tensors"
+            raise bad_data(f"{given.machine}: {lacking}", MAKE["machine"])
+        errors = {method: price_error(machine, method) for methods in allowed.values() for method in methods}
+        most = max(BAD_ERROR, min(errors.values(), default=0.0))  # a bad price is better than none
+        priced = {method: math.isfinite(error) and error <= most for method, error in errors.items()}
         allowed = {name: tuple(filter(priced.get, methods)) for name, methods in allowed.items()}
         if rounds is not None:
             allowed = {name: tuple(filter(is_mean, methods)) for name, methods in allowed.items()}
@@ -151,6 +153,11 @@ def problem_of(
     reasons = {short_spec(method): why_unusable(method, problem) for method in named}
     unusable = {spec: why for spec, why in reasons.items() if why is not None}
     return problem, Caveats(problem, tuple(dict.fromkeys(map(short_spec, priced))), tuple(unpriced), unusable)
+
+
+def problem_of_rounds(given: argparse.Namespace, trace: ModelTrace, machine: Machine, rounds: UpdateRounds) -> Problem:
+    """The problem of rounds of updates with the same arguments, which may be for gradients."""
+    return problem_of(argparse.Namespace(**vars(given) | {"frontend": None}), trace, machine, None, rounds)[0]
 
 
 def _pricer_of(machine: Machine, frontend: Frontend) -> Pricer:

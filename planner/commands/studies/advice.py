@@ -1,102 +1,24 @@
-"""Advice: one honest sentence on whether a plan pays, with the memory that it needs and what its steps cost."""
+"""Advice: honest sentences on whether a plan pays, and on which other one does."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gckernels.codec import Codec
 from gckernels.ops import Identity
-from gckernels.sync.frontends.budget import rank_nbytes
-from gckernels.sync.plans.arguments import sends_differences
-from gckernels.sync.plans.numbers import duration, percent, volume, whole_percent
-from gckernels.sync.plans.plan import Frontend, Plan
-from gckernels.sync.programs.sizes import allreduce_sent_nbytes, unit_sent_nbytes
+from gckernels.sync.plans.numbers import duration, percent, whole_percent
+from gckernels.sync.plans.plan import Plan
 
-from ...choice import Choice
+from ...choice import BOUND, Choice, Row, saves
 from ...drafts.problem import Problem
-from ...machines.machine import Shared
-from ...timeline.timeline import timeline
 from ..common.caveats import Band
+from .memory import PlanMemory
 
-DO_NOT = "do not compress"
+DO_NOT, PAYS_NOT = "do not compress", "does not pay"
+_NOTHING_SAVED = 1e-3
 NOTHING_EXPOSED = 0.02
 """The part of a step below which communication that backward does not hide is nothing."""
-
-
-@dataclass(frozen=True)
-class PlanMemory:
-    """The memory of the rank that needs most, without activations and the state of the optimizer, of which a trace says
-    nothing.
-
-    Attributes:
-        model_nbytes: the bytes of weights, gradients and DDP's buckets; where updates are averaged, also of the anchors
-            from which they are measured, and of the updates.
-        plan_nbytes: at most the bytes of residuals and buffers.
-        has_nbytes: the bytes that a rank has; ``None`` if the machine does not say.
-        of_updates: whether updates are averaged, and not gradients.
-    """
-
-    model_nbytes: int
-    plan_nbytes: int
-    has_nbytes: float | None
-    of_updates: bool = False
-
-    @staticmethod
-    def of(problem: Problem, plan: Plan) -> PlanMemory:
-        """The memory for a plan of a problem."""
-        apart = problem.machine.computes_on is Shared.DEVICE
-        nbytes = problem.step.nbytes
-        if problem.frontend is Frontend.FSDP:
-            nbytes = -(-nbytes // problem.topology.world_size)
-        in_buckets = problem.frontend is Frontend.DDP and problem.trace.copies_gradients
-        dtypes = {tensor.name: tensor.dtype for tensor in problem.trace.tensors}
-        plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
-        if isinstance(plan.weights, Codec) and sends_differences(plan.weights):
-            plan_nbytes += 4 * problem.trace.numel
-        model_nbytes, of_updates = (3 if in_buckets else 2) * nbytes, problem.rounds is not None
-        if of_updates:
-            model_nbytes += 2 * problem.trace.nbytes
-        return PlanMemory(model_nbytes, plan_nbytes, problem.machine.memory_nbytes, of_updates)
-
-    @property
-    def model_fits(self) -> bool:
-        """Whether the model fits with any plan, as far as is known."""
-        return self.has_nbytes is None or self.model_nbytes <= self.has_nbytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the plan fits, too."""
-        return self.has_nbytes is None or self.model_nbytes + self.plan_nbytes <= self.has_nbytes
-
-    @property
-    def why_not(self) -> str:
-        """Sentences that say why it does not fit."""
-        assert self.has_nbytes is not None
-        has, model = volume(self.has_nbytes), f"{self._held.capitalize()} take {volume(self.model_nbytes)}"
-        if not self.model_fits:
-            training = "Averaging updates" if self.of_updates else "Data-parallel training"
-            return f"{model} on every rank, and a rank has {has}. {training} needs that with any plan."
-        return f"{model}, residuals and buffers of the plan {volume(self.plan_nbytes)}, and a rank has {has}."
-
-    @property
-    def _held(self) -> str:
-        """The tensors that any plan needs."""
-        return "weights, gradients, anchors and updates" if self.of_updates else "weights and gradients"
-
-    def line(self) -> str:
-        """Sentences for people."""
-        has = "the machine does not say how much it has"
-        if self.has_nbytes is not None:
-            has = f"it has {volume(self.has_nbytes)}"
-        return (
-            f"Memory of a rank: {volume(self.model_nbytes)} for {self._held}, {volume(self.plan_nbytes)} for "
-            f"residuals and buffers; {has}. Activations and the optimizer's state come on top."
-        )
-
-    def record(self) -> dict[str, Any]:
-        """The memory as JSON."""
-        return {"memory": asdict(self) | {"fits": None if self.has_nbytes is None else self.fits}}
 
 
 @dataclass(frozen=True)
@@ -107,23 +29,27 @@ class Advice:
         choice: the plan, and that without compression.
         band: how exact the prediction is.
         memory: the memory for the plan.
+        better: the fastest plan of another policy that pays and fits; ``None`` if there is none, or if the plan itself
+            pays and that one saves less over it than predictions may be wrong by.
     """
 
     choice: Choice
     band: Band
     memory: PlanMemory
+    better: Row | None = None
 
     @staticmethod
     def of(problem: Problem, choice: Choice) -> Advice:
         """The prediction for a chosen plan of a problem."""
-        return Advice(choice, Band.of(problem), PlanMemory.of(problem, choice.plan))
+        band = replace(Band.of(problem), margin=choice.row.margin)
+        found = Advice(choice, band, PlanMemory.of(problem, choice.plan))
+        return replace(found, better=_better(problem, choice, found.memory.fits))
 
     @property
     def compresses(self) -> bool:
         """Whether gradients or gathered parameters are compressed. A plan that compresses nothing may send gradients in
         another way than DDP does."""
-        plan = self.choice.plan
-        return plan.weights is not None or any(not isinstance(unit.compressor, Identity) for unit in plan.units)
+        return _compresses(self.choice.plan)
 
     @property
     def pays(self) -> bool:
@@ -137,111 +63,114 @@ class Advice:
         return self.choice.none.step_s / self.choice.row.step_s if self.choice.row.step_s else 1.0
 
     @property
+    def of_all(self) -> bool:
+        """Whether the plan is the best of all policies, or their limit, and not that of one which was named."""
+        return self.choice.asked in ("auto", BOUND)
+
+    @property
     def short(self) -> str:
-        """The advice in a few words."""
+        """The advice in a few words. Where a policy was named, it is on its plan alone."""
         if self.pays:
             return "free codecs would pay" if self.choice.is_limit else "compress"
+        do_not = DO_NOT if self.of_all else PAYS_NOT
         if not self.memory.fits:
-            return f"{DO_NOT}; it does not fit"
-        return f"{DO_NOT}; an exact plan pays" if self.choice.pays else DO_NOT
+            return f"{do_not}; it does not fit"
+        return f"{do_not}; an exact plan pays" if self.choice.pays else do_not
 
     @property
     def text(self) -> str:
         """The advice as sentences."""
         choice, band, memory = self.choice, self.band, self.memory
-        step_s, none_s = choice.row.step_s, choice.none.step_s
-        step, instead = f"{duration(step_s)} ({band.text(step_s)})", f"instead of {duration(none_s)}"
+        gain = self._gain(choice.row)
         if choice.is_limit:
-            return (
-                f"With codecs that cost nothing {band.subject} would take {step} {instead}. It is a limit, and no plan."
-            )
+            would = f"{band.subject} would take {self._step(choice.row)}"
+            return f"With codecs that cost nothing {would}. It is a limit, and no plan."
+        if self.pays:
+            return f"Compress with the plan of {choice.policy}: {gain}{self._others}"
+        if self.better is not None:
+            why = self._why_not
+            if choice.pays:
+                why = f"it does not fit. {memory.why_not}" if not memory.fits else "it compresses nothing."
+            return f"The plan of {choice.policy} {PAYS_NOT}: {why}{self._others}"
         if not memory.model_fits or (choice.pays and not memory.fits):
             return f"{DO_NOT.capitalize()}: it does not fit. {memory.why_not}"
         if not choice.pays:
-            return f"{DO_NOT.capitalize()}: {self._why_not}."
-        gain = f"{band.takes} {step} {instead}, {self.gain:.2f} times as fast."
-        if self.compresses:
-            return f"Compress with the plan of {choice.policy}: {gain}"
+            return f"{DO_NOT.capitalize()}: {self._why_not}"
         exact = f"The plan of {choice.policy} compresses nothing either, and averages exactly in another way"
         return f"{DO_NOT.capitalize()}. {exact}: {gain}"
 
+    def _step(self, row: Row) -> str:
+        """The step with the plan of a row, beside that of none."""
+        band = replace(self.band, margin=row.margin)
+        return f"{duration(row.step_s)} ({band.text(row.step_s)}) instead of {duration(self.choice.none.step_s)}"
+
+    def _gain(self, row: Row) -> str:
+        times = self.choice.none.step_s / row.step_s if row.step_s else 1.0
+        return f"{self.band.takes} {self._step(row)}, {times:.2f} times as fast."
+
+    @property
+    def _others(self) -> str:
+        """A sentence about another plan, behind one on the plan; empty if there is nothing to say."""
+        if self.better is not None:
+            does = "is still faster" if self.pays else "does"
+            return f" That of {self.better.policy} {does}: {self._gain(self.better)}"
+        choice, asked = self.choice, self.choice.row_of(self.choice.asked)
+        saved = 1.0 - asked.step_s / choice.row.step_s if choice.row.step_s else 0.0
+        if saved < _NOTHING_SAVED:
+            return ""
+        less = f"{percent(saved)} less than that, within the error of predictions"
+        return f" That of {choice.asked} would take {duration(asked.step_s)}, {less}."
+
     @property
     def _why_not(self) -> str:
-        """Why no plan is advised."""
-        none, band = self.choice.none, self.band
-        best = min(self.choice.rows, key=lambda row: row.step_s)
-        gain = 1.0 - best.step_s / none.step_s if none.step_s else 0.0
+        """The reason why the plan, or none at all, is advised: a sentence without its subject."""
+        none, band, choice = self.choice.none, self.band, self.choice
         if none.exposed_s < NOTHING_EXPOSED * none.step_s:
             exposed = f"{duration(none.exposed_s)} of {duration(none.step_s)}"
             if band.every is not None:
-                return f"{band.subject} waits for exact updates only {exposed}"
-            return f"backward hides all communication but {exposed}"
+                return f"{band.subject} waits for exact updates only {exposed}."
+            return f"backward hides all communication but {exposed}."
+        is_judged = self.better is not None and choice.policy != "none"
+        best = choice.row if is_judged else min(choice.rows, key=lambda row: row.step_s)
+        gain = 1.0 - best.step_s / none.step_s if none.step_s else 0.0
+        margin = max(best.margin, none.margin)
+        less = f"{percent(gain)} of {band.subject}, less than the error of the prediction, {whole_percent(margin)}."
+        if self.better is not None:
+            if choice.policy == "none":
+                return "it compresses nothing."
+            return f"it would gain {less}" if gain > 0 else "it is no faster than averaging without compression."
         if gain <= 0:
-            return "no allowed plan is faster than averaging without compression"
-        return (
-            f"the best plan, that of {best.policy}, would gain {percent(gain)} of {band.subject}, less than the error "
-            f"of the prediction, {whole_percent(band.margin)}"
-        )
+            return "no allowed plan is faster than averaging without compression."
+        return f"the best plan, that of {best.policy}, would gain {less}"
 
     def record(self) -> dict[str, Any]:
         """The prediction as JSON; times are in seconds."""
+        better = self.better
         return {
             "none_s": self.choice.none.step_s,
             "step_s": self.choice.row.step_s,
             "policy": self.choice.policy,
             "pays": self.pays,
             "compresses": self.compresses,
+            "better": None if better is None else {"policy": better.policy, "step_s": better.step_s},
             **self.band.record(),
             **self.memory.record(),
         }
 
 
-# -------------------------------------------------------------------- steps of rounds
+def _compresses(plan: Plan) -> bool:
+    return plan.weights is not None or any(not isinstance(unit.compressor, Identity) for unit in plan.units)
 
 
-@dataclass(frozen=True)
-class StepCost:
-    """The cost of a training step, as a mean over the steps of a round.
-
-    Attributes:
-        name: the kind of training.
-        step_s: the predicted seconds of a step.
-        sent_bits: the bits that a rank sends per element and step, as a mean over all ranks.
-    """
-
-    name: str
-    step_s: float
-    sent_bits: float
-
-
-def step_costs(problem: Problem, choice: Choice) -> tuple[StepCost, ...]:
-    """The costs of a step in plain DDP, with exact updates, and with those of a plan; none if gradients are averaged.
-
-    Args:
-        problem: the problem.
-        choice: the plan, and the one that compresses nothing.
-    """
-    if problem.rounds is None:
-        return ()
-    step, every, exact = problem.rounds.step, problem.rounds.every, choice.none
-    numel, plain_nbytes = step.numel, allreduce_sent_nbytes(step.nbytes, problem.topology.world_size)
-    if step.gathers:
-        step = replace(step, buckets=())  # groups of FSDP2 are no buckets of DDP
-    plain_s = timeline(exact.plan, step, problem.pricer, Frontend.DDP).step_s
-    rounds = {"exact updates": exact, "the plan": choice.row}
-    return (
-        StepCost("plain DDP", plain_s, 8 * plain_nbytes / max(numel, 1)),
-        *(
-            StepCost(name, row.step_s / every, 8 * _sent_nbytes(row.plan, problem) / every / max(numel, 1))
-            for name, row in rounds.items()
-        ),
-    )
-
-
-def _sent_nbytes(plan: Plan, problem: Problem) -> float:
-    """The bytes that a rank sends of the updates of a round."""
-    tensors, topology = problem.trace.by_name, problem.topology
-    return sum(
-        unit_sent_nbytes(unit.program, unit.numel, tensors[unit.parameter].dtype, unit.compressor, topology)
-        for unit in plan.units
-    )
+def _better(problem: Problem, choice: Choice, fits: bool) -> Row | None:
+    """The row of the best plan that is better, as :attr:`Advice.better`."""
+    if choice.is_limit or (choice.asked == "auto" and fits):
+        return None  # that of auto is the best one
+    against = (choice.none, choice.row) if choice.pays and fits else (choice.none,)
+    rows: Sequence[Row] = sorted(choice.rows, key=lambda row: row.step_s)
+    for row in rows:
+        if row.policy in (choice.policy, "none", BOUND) or not all(saves(problem, row, each) for each in against):
+            continue
+        if _compresses(row.plan) and PlanMemory.of(problem, row.plan).fits:
+            return row
+    return None

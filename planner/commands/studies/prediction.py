@@ -104,7 +104,7 @@ def predict(
             problem.pricer if machine is problem.machine else problem.pricer.on(machine)
         )  # prices of messages are kept
         other = problem.on(step, pricer)
-        found = Advice.of(other, choose(other, here.choice.policy, compared=()))
+        found = Advice.of(other, choose(other, here.choice.asked, compared=()))
         if machine.topology == problem.topology:
             known.append(found)
         return found
@@ -122,7 +122,8 @@ def predict(
         other = problem.on(step, problem.pricer.on(scaled(machine, bandwidth_bit_per_s=bit_per_s)))
         none_s = other.step_s(exact)
         step_s, best = min(((other.step_s(each.choice.plan), each) for each in known), key=lambda each: each[0])
-        return best.compresses and best.memory.fits and other.is_gain(step_s, none_s)
+        margin = max(best.choice.row.margin, best.choice.none.margin)
+        return best.compresses and best.memory.fits and other.is_gain(step_s, none_s, margin)
 
     def found_at(bit_per_s: float) -> bool:
         return predicted(step, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").pays

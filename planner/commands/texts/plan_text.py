@@ -10,15 +10,18 @@ from gckernels.sync.accuracy.accuracy import error_on
 from gckernels.sync.plans.names import short_spec, summary_of
 from gckernels.sync.plans.numbers import duration, plural, rate, three_digits, volume, whole_percent
 from gckernels.sync.plans.plan import Frontend
+from gckernels.sync.programs.steps import Place
 
 from ...choice import Choice, Row
 from ...drafts.problem import Problem
+from ...policies.published import ON_DEVICE, SLOWER
 from ..common.caveats import Band, Caveats
 from ..common.tables import table
-from ..studies.advice import Advice, StepCost
+from ..studies.advice import Advice
 from ..studies.closed_forms import ClosedFormRow
 from ..studies.prediction import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR, Elsewhere, SweepResult
 from ..studies.sweeps import software_limit
+from ..studies.updates import StepCost, UpdatesInstead
 
 _FRONTENDS = {
     Frontend.DDP: "a DDP model's buckets",
@@ -29,7 +32,12 @@ _FRONTENDS = {
 
 
 def text(
-    problem: Problem, caveats: Caveats, here: Advice, steps: Sequence[StepCost], elsewhere: Elsewhere | None
+    problem: Problem,
+    caveats: Caveats,
+    here: Advice,
+    steps: Sequence[StepCost],
+    elsewhere: Elsewhere | None,
+    instead: UpdatesInstead | None,
 ) -> str:
     """Everything that ``gckernels plan`` says."""
     choice, band = here.choice, here.band
@@ -39,6 +47,7 @@ def text(
         "",
         _policies_table(choice, band),
         *band.notes(),
+        *_published_lines(problem, choice),
         "",
     ]
     if steps:
@@ -46,7 +55,8 @@ def text(
     if elsewhere is not None:
         lines += _elsewhere_lines(problem, here, elsewhere)
     units = f"{plural(len(choice.plan.units), 'unit')}: {summary_of(choice.plan, problem.topology.world_size)}"
-    return "\n".join([*lines, f"The plan of {choice.policy} has {units}.", here.memory.line(), here.text])
+    lines += [f"The plan of {choice.policy} has {units}.", here.memory.line(), here.text]
+    return "\n".join(lines if instead is None else [*lines, instead.line()])
 
 
 def _head(problem: Problem) -> str:
@@ -86,6 +96,13 @@ def _assumed_errors(problem: Problem) -> list[str]:
     return found
 
 
+def _published_lines(problem: Problem, choice: Choice) -> list[str]:
+    """A sentence about the published system whose plan is chosen, if it was measured to be slower."""
+    if choice.policy == "byteps" and Place.HOST not in problem.places:
+        return [ON_DEVICE]
+    return [SLOWER[choice.policy].line()] if choice.policy in SLOWER and problem.machine.estimated else []
+
+
 def _policies_table(choice: Choice, band: Band) -> str:
     """A table of all policies: step, speed-up, time that backward does not hide, relative error of the gradients, and
     seconds of the search."""
@@ -120,19 +137,19 @@ def _elsewhere_lines(problem: Problem, here: Advice, found: Elsewhere) -> list[s
     """A table for each sweep, sentences about limits, and the closed forms, with empty lines behind them."""
     lines = []
     for result in found.sweeps:
-        lines += [_sweep_table(result), ""]
+        lines += [_sweep_table(result, "best" if here.of_all else here.choice.policy), ""]
     if not here.band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
         lines += ["What differs from the measured machine is estimated, +-25 %.", ""]
     lines += [*_limits(problem, here, found), ""]
     return [*lines, _closed_forms_table(found.closed_forms), ""] if found.closed_forms else lines
 
 
-def _sweep_table(result: SweepResult) -> str:
-    """A table of a sweep, with a row for each value."""
+def _sweep_table(result: SweepResult, plan: str) -> str:
+    """A table of a sweep, with a row for each value, in which the steps are those of a plan."""
     columns: dict[str, Callable[[tuple[float, Advice]], str]] = {
         result.sweep.name: lambda row: result.sweep.axis.label(row[0]),
         "none": lambda row: duration(row[1].choice.none.step_s),
-        "best": lambda row: duration(row[1].choice.row.step_s),
+        plan: lambda row: duration(row[1].choice.row.step_s),
         "vs none": lambda row: f"{row[1].gain:.2f}",
         "advice": lambda row: row[1].short,
     }
@@ -143,12 +160,13 @@ def _limits(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
     """Sentences about the bandwidth up to which compression pays, and about the ratio that would be enough."""
     if found.limit is None or found.enough is None:
         return ["One rank sends nothing, so there is nothing to compress."]
+    pays = "Compression pays" if here.of_all else f"Compression by {here.choice.policy} pays"
     if (bit_per_s := found.limit.bandwidth_bit_per_s) is not None:
-        lines = [f"Compression pays up to {rate(bit_per_s)} between machines, and not above."]
+        lines = [f"{pays} up to {rate(bit_per_s)} between machines, and not above."]
     elif found.limit.always_pays:
-        lines = [f"Compression pays at every bandwidth up to {rate(HIGH_BIT_PER_S)}."]
+        lines = [f"{pays} at every bandwidth up to {rate(HIGH_BIT_PER_S)}."]
     else:
-        lines = [f"Compression pays at no bandwidth from {rate(LOW_BIT_PER_S)} up."]
+        lines = [f"{pays} at no bandwidth from {rate(LOW_BIT_PER_S)} up."]
     if (most := software_limit(problem.machine)) is not None:
         lines.append(f"Software gets {rate(most)} through a link of {problem.machine.name}, whatever its bandwidth.")
     least_s = duration(found.enough.least_s)
@@ -173,9 +191,15 @@ def _closed_forms_table(rows: tuple[ClosedFormRow, ...]) -> str:
 # -------------------------------------------------------------------- JSON
 
 
-def record(problem: Problem, here: Advice, steps: Sequence[StepCost], elsewhere: Elsewhere | None) -> dict[str, Any]:
+def record(
+    problem: Problem,
+    here: Advice,
+    steps: Sequence[StepCost],
+    elsewhere: Elsewhere | None,
+    instead: UpdatesInstead | None,
+) -> dict[str, Any]:
     """The choice as JSON; times are in seconds."""
-    columns = ("policy", "step_s", "exposed_s", "error", "found_s")
+    columns = ("policy", "step_s", "exposed_s", "error", "found_s", "margin")
     found = {
         "model": problem.trace.model,
         "machine": problem.machine.name,
@@ -185,6 +209,7 @@ def record(problem: Problem, here: Advice, steps: Sequence[StepCost], elsewhere:
         "allowed": list(map(short_spec, problem.compressors)),
         "assumed_errors": _assumed_errors(problem),
         "advice": here.text,
+        "updates_instead": None if instead is None else instead.record(),
         "policies": [{name: getattr(row, name) for name in columns} for row in here.choice.rows],
     }
     if problem.rounds is not None:

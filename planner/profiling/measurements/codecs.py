@@ -1,9 +1,8 @@
-"""Measurement of codecs: bound as the engine binds them, on cold buffers, on all ranks at once."""
+"""Launches of codecs to measure: bound as the engine binds them, on cold buffers."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,21 +20,16 @@ from gckernels.sync.messages.seeds import Seeds
 from gckernels.sync.plans.plan import UnitPlan
 from gckernels.sync.programs.named import default_program
 from gckernels.sync.programs.stages import StageKind
-from gckernels.sync.programs.steps import Place
 from gckernels.sync.resources.feedback import Feedback
 from gckernels.sync.resources.memory_spaces import Places
 
-from ...machines.curves import CodecModel
-from .fits import LaunchSample, coefficients_of
 from .memory import Arena
-from .session import Session, Stopwatch
+from .session import Session
 
 _SETS = 16  # units that are bound at most, for all buffers of a case
 _BURST = 1 << 21  # elements that follow each other at most: memory takes a few quickly, and writes them back later
 ALIGN = 16
 """Buffers begin at multiples of this number of elements."""
-
-_MOMENTS = 2  # at each of which all launches are measured
 
 Work = Callable[[], object]
 
@@ -99,116 +93,7 @@ def cases_of(session: Session, work: StageKind) -> list[Case]:
     return cases
 
 
-def measure_codecs(
-    session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], place: Place
-) -> list[CodecModel]:
-    """The models of some works of a method. Collective. The slowest rank counts."""
-    method.compile_host(recodes=True)
-    if isinstance(method, Codec):
-        return [model for work in works for model in _models(session, arena, method, (work,), place)]
-    return _models(session, arena, method, (StageKind.PROJECT, StageKind.RECONSTRUCT), place)
-
-
-Timed = tuple[float, float]
-"""Seconds of a call, and its CPU seconds."""
-
-
-def _models(
-    session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], place: Place
-) -> list[CodecModel]:
-    """The models of works that are measured together; none if there is no launch for the method. Collective.
-
-    All launches are measured at two moments, and the shorter time counts: other processes can only make it longer.
-    """
-    cases = [case for case in cases_of(session, works[0]) if _takes(method, case)]
-    if not cases:
-        return []
-    moments = [[_times(session, arena, method, works, case) for case in cases] for _ in range(_MOMENTS)]
-    least = [list(map(min, *times)) for times in zip(*moments, strict=True)]
-    columns = zip(*least, strict=True)
-    return [_model(method, work, place, cases, column) for work, column in zip(works, columns, strict=True)]
-
-
-def _takes(method: Compressor, case: Case) -> bool:
-    """Whether a method compresses the units of a launch: low-rank methods send small ones exactly."""
-    return isinstance(method, Codec) or type(method.fit(case.shape)) is type(method)
-
-
-def _times(session: Session, arena: Arena, method: Compressor, works: Sequence[StageKind], case: Case) -> list[Timed]:
-    """The times of all works of a launch. Collective; the slowest rank counts."""
-    starts = arena.starts(case.units * case.numel * case.sources, case.sets * _rounds(session))
-    if isinstance(method, Codec):
-        calls = [[bound(arena, method, work, case, start) for start in starts] for work in works]
-        return timed(session, arena, calls, case.sets)
-    messages = [_low_rank_message(session, arena, method, case, start) for start in starts]
-    kinds = [stage.spec.kind for stage in messages[0].stages]
-    at = [index for index, kind in enumerate(kinds) if kind in works]
-    phases = [[message.stages[index].work for message in messages] for index in at]
-    times = dict(zip(at, timed(session, arena, phases, case.sets), strict=True))
-    return [_mean([time for index, time in times.items() if kinds[index] == work]) for work in works]
-
-
-def _mean(times: Sequence[Timed]) -> Timed:
-    wall_s, cores_s = (statistics.mean(column) for column in zip(*times, strict=True))
-    return wall_s, cores_s
-
-
-def _rounds(session: Session) -> int:
-    """The rounds of a moment."""
-    return -(-session.extent.rounds // _MOMENTS)
-
-
-def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets: int) -> list[Timed]:
-    """Seconds and CPU seconds of a call, for each phase. Collective; the slowest rank counts.
-
-    Calls have buffers of their own, which are in no cache. A phase has several rounds of ``sets`` calls, of which the
-    quickest one counts: a pause of the machine is longer than a call.
-    """
-    for calls in phases:
-        for call in calls:
-            call()  # buffers get their memory in the first call
-    quick: list[float] = []
-    for calls in phases:
-        rounds = []
-        arena.flush()
-        for first in range(0, sets * _rounds(session), sets):
-            arena.flush(whole=False)
-            watch = Stopwatch(arena.device, session.clock)
-            watch.mark()
-            for index in range(first, first + sets):
-                calls[index % len(calls)]()
-            watch.mark()
-            rounds.append((watch.seconds()[-1] / sets, watch.cores_s() / sets))
-        quick += min(rounds)
-    slowest = session.ranks.slowest(quick)
-    return list(zip(slowest[::2], slowest[1::2], strict=True))
-
-
-def _model(
-    method: Compressor, work: StageKind, place: Place, cases: Sequence[Case], times: Sequence[Timed]
-) -> CodecModel:
-    coefficients, error = coefficients_of(
-        [_sample(method, case, wall_s) for case, (wall_s, _) in zip(cases, times, strict=True)]
-    )
-    return CodecModel(
-        method,
-        work,
-        place,
-        coefficients,
-        statistics.median(cores_s / wall_s for wall_s, cores_s in times),
-        max(case.units for case in cases),
-        max(case.elements for case in cases),
-        max(case.sources for case in cases),
-        error,
-    )
-
-
-def _sample(method: Compressor, case: Case, seconds: float) -> LaunchSample:
-    sides = 0.0 if isinstance(method, Codec) else float(case.units * sum(case.shape))
-    return LaunchSample(case.units, case.units * case.numel, case.sources, seconds, sides)
-
-
-def _low_rank_message(session: Session, arena: Arena, method: Compressor, case: Case, start: int) -> LowRankMessage:
+def low_rank_message(session: Session, arena: Arena, method: Compressor, case: Case, start: int) -> LowRankMessage:
     """A message of matrices, which is never sent: it decodes what it has encoded itself."""
     places = Places.of(arena.device)
     communicators: Any = DryCommunicators(0, session.topology, places)

@@ -55,16 +55,19 @@ class CollectiveTrains:
     def __str__(self) -> str:
         return f"{type(self.step).__name__} {self.step.level.value}{place_suffix(self.place)}"
 
-    def begin(self) -> None:
+    def begin(self, is_needed: bool = False) -> None:
         """Measure all sizes for the first time. Collective.
 
         Sizes grow by factors of two until a call takes too long. Then all of them take turns while the time of the
         moment lasts.
+
+        Args:
+            is_needed: whether all sizes are measured even if there is no time left.
         """
         extent = self._session.extent
         nbytes, last_s = extent.least_nbytes, 0.0
         while nbytes <= extent.largest_nbytes and 2 * last_s < self._longest_s:
-            if not self._session.left_s():
+            if not is_needed and not self._session.left_s():
                 enough = len(self._found) >= _FEWEST
                 self._session.left_out.append(f"{self} from {nbytes} bytes: no time" if enough else f"{self}: no time")
                 self._found = self._found if enough else {}
@@ -93,6 +96,12 @@ class CollectiveTrains:
             return None
         points = list(self._costs().values())
         return CollectiveCurve(type(self.step).__name__, self.step.level, self.place, curve_of(points))
+
+    @property
+    def error(self) -> float | None:
+        """The error of the curve; ``None`` if there is none, or if it does not tell."""
+        found = self.curve
+        return None if found is None else found.error
 
     def _costs(self) -> dict[int, CallCost]:
         """The cost of a call of every size."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from ...machines.curves import CopyCurve
 from ...machines.machine import Shared
-from .fits import CallCost, curve_of, typical
+from ...machines.profile import WARNED_ERROR
+from .fits import APART, curve_of, quietest, typical
 from .session import Session, Stopwatch
 
 SIZES = tuple(1 << shift for shift in range(16, 27))
@@ -122,22 +124,64 @@ class Arena:
 # -------------------------------------------------------------------- copies
 
 
-def measure_copies(session: Session, arena: Arena, resource: Shared) -> CopyCurve:
-    """The curve of copies over a resource. Collective. The slowest rank counts.
+class CopyTimes:
+    """The times of copies over a resource, at several moments; the same on all ranks. The slowest rank counts.
 
     Args:
         session: the measurement.
         arena: memory of the device.
         resource: ``TO_HOST`` or ``TO_DEVICE``, or the resource whose memory is copied.
     """
-    sizes = [each for each in SIZES if each <= arena.numel * 4]
-    arena.flush()
-    rounds = [[_copy(session, arena, resource, nbytes) for nbytes in sizes] for _ in range(_ROUNDS + 1)]
-    points = []
-    for nbytes, found in zip(sizes, zip(*rounds[1:], strict=True), strict=True):
-        walls, cores = zip(*found, strict=True)
-        points.append(CallCost(nbytes, *session.ranks.slowest([typical(walls), typical(cores)])))
-    return CopyCurve(resource, curve_of(points))
+
+    def __init__(self, session: Session, arena: Arena, resource: Shared) -> None:
+        self._session, self._arena, self._resource = session, arena, resource
+        self._found: dict[int, list[list[tuple[float, float]]]] = {
+            each: [] for each in SIZES if each <= arena.numel * 4
+        }  # by size and moment
+
+    def __str__(self) -> str:
+        return f"copies, {self._resource.value}"
+
+    @staticmethod
+    def measured(session: Session, arena: Arena, resource: Shared) -> CopyTimes:
+        """The times of copies, measured at a first moment. Collective."""
+        found = CopyTimes(session, arena, resource)
+        found._measure(list(found._found))
+        return found
+
+    def again(self) -> None:
+        """Measure the disputed sizes at another moment. Collective."""
+        self._measure(self.disputed)
+
+    @property
+    def disputed(self) -> list[int]:
+        """The sizes of which no two moments agree, if the curve has a large error."""
+        if (self.curve.error or 0.0) <= WARNED_ERROR:
+            return []
+        costs = {nbytes: quietest(nbytes, moments) for nbytes, moments in self._found.items()}
+        return [nbytes for nbytes, cost in costs.items() if cost.apart is None or cost.apart > APART]
+
+    @property
+    def error(self) -> float | None:
+        """The error of the curve."""
+        return self.curve.error
+
+    @property
+    def curve(self) -> CopyCurve:
+        """The curve."""
+        points = [quietest(nbytes, moments) for nbytes, moments in self._found.items()]
+        return CopyCurve(self._resource, curve_of(points))
+
+    def _measure(self, sizes: Sequence[int]) -> None:
+        """Measure copies of some sizes, which take turns."""
+        self._arena.flush()
+        rounds = [
+            [_copy(self._session, self._arena, self._resource, each) for each in sizes] for _ in range(_ROUNDS + 1)
+        ]
+        for nbytes, copies in zip(sizes, zip(*rounds[1:], strict=True), strict=True):
+            walls, cores = zip(*copies, strict=True)
+            wall_s, cores_s = self._session.ranks.slowest([typical(walls), typical(cores)])
+            self._found[nbytes].append([(wall_s, cores_s)])
 
 
 def _copy(session: Session, arena: Arena, resource: Shared, nbytes: int) -> tuple[float, float]:

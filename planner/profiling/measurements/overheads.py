@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from gckernels.sync.engine.engine import Engine
@@ -25,6 +26,11 @@ _COUNTS = (1, 3, 5)  # stages of a message
 _CALLS = 30
 _LAYERS, _WIDTH = 12, 64
 _BUCKET_MB = 0.01
+
+
+def load_ddp(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make a DDP model, whose first one in a process imports hundreds of modules, which takes seconds. Collective."""
+    DistributedDataParallel(torch.nn.Linear(1, 1, dtype=torch.float32, device=device), process_group=group)
 
 
 def measure_overheads(session: Session) -> Overheads:

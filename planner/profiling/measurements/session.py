@@ -75,7 +75,8 @@ class Session:
 
     Attributes:
         ranks: all ranks.
-        seconds: the seconds that it may take. A part that begins before they are over is measured to its end.
+        seconds: the seconds that it may take. A part that begins before they are over is measured to its end, and so
+            is one that every plan needs.
         places: the memories of this rank.
         topology: topology of the ranks.
         extent: how much is measured.
@@ -108,15 +109,16 @@ class Session:
         """Seconds that are left on rank 0; 0 if all are spent. Collective."""
         return self.ranks.first(max(self.seconds - self.spent_s, 0.0))
 
-    def part(self, name: str, measure: Callable[[], T]) -> T | None:
+    def part(self, name: str, measure: Callable[[], T], *, is_needed: bool = False) -> T | None:
         """The result of ``measure`` if there is time for it; otherwise ``None``, and a note of what was left out.
         Collective.
 
         Args:
             name: the name of the part, for people.
             measure: measures it.
+            is_needed: whether it is measured even if there is no time left.
         """
-        if not self.left_s():
+        if not is_needed and not self.left_s():
             self.left_out.append(f"{name}: no time")
             return None
         self.progress(min(self.spent_s / self.seconds, 1.0), name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from gckernels.sync import Plan
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import AllReduce, Broadcast, Level, Reduce
 
+SHIPPED = Path(__file__).parents[3] / "planner" / "machines" / "shipped"
 SLOW, FAST = "two-sites-1gbit", "h100-400gbit"
 
 
@@ -40,7 +42,8 @@ def test_the_table_has_every_policy_and_the_advice_its_band(trace, capsys):
     lines = shown.splitlines()
     assert code == 0
     assert {line.split()[0] for line in lines if " ms " in line and line[0] != " "} >= {"none", "all", "cupcake"}
-    assert lines[-1].startswith("Compress with the plan of cupcake") and "(estimated: " in lines[-1]
+    advice = next(line for line in lines if line.startswith("Compress with the plan of cupcake"))
+    assert "(estimated: " in advice
 
 
 def test_advice_not_to_compress(tmp_path, capsys):
@@ -79,6 +82,79 @@ def test_a_policy_that_loses_is_not_advised(trace, capsys):
         capsys, "plan", trace, FAST, "--policy", "all:PowerSGD", "--accuracy", "aggressive", "--steps", "100"
     )
     assert code == 1 and "Do not compress: " in shown and "4 PowerSGD by powersgd" in shown
+
+
+def two_homes(folder):
+    """The path of a description of two machines on a line of 20 Mbit/s."""
+    record = json.loads((SHIPPED / f"{SLOW}.json").read_text())
+    record["topology"] = {"machines": 2, "devices": 1}
+    record["links"]["inter"] |= {"bandwidth_bit_per_s": 2e7, "shared_by": 1}
+    path = folder / "homes.json"
+    path.write_text(json.dumps(record))
+    return str(path)
+
+
+def test_a_policy_that_gains_little_is_not_advised_and_a_better_one_is_named(capsys):
+    """A policy in which every tensor is a launch, on a machine with a high latency."""
+    arguments = ("plan", "vgg16", "utility-p3-8xlarge", "--policy", "hitopkcomm", "--compressors", "BlockQuant(bits=4)")
+    code, found = run_json(capsys, *arguments)
+    advice = found["advice"]
+    assert code == 1 and advice.startswith("The plan of hitopkcomm does not pay: it would gain ")
+    assert "less than the error of the prediction, 39 %. That of espresso does: a step takes " in advice
+    rows = {row["policy"]: row["step_s"] for row in found["policies"]}
+    assert not found["pays"] and found["better"] == {"policy": "espresso", "step_s": rows["espresso"]}
+    assert rows["espresso"] == min(rows.values()) < 0.3 * rows["none"]
+
+
+def test_a_better_plan_is_named_beside_one_that_compresses_nothing_or_still_pays(trace, capsys):
+    for policy, words in (("none", "The plan of none does not pay: it compresses nothing. That of "), ("cupcake", "")):
+        code, found = run_json(capsys, "plan", trace, SLOW, "--policy", policy)
+        assert found["advice"].startswith(words) and (found["better"] is None) == (policy == "cupcake")
+        assert code == (policy == "none")
+    code, found = run_json(capsys, "plan", trace, SLOW, "--policy", "all:Cast16")
+    assert code == 0 and found["advice"].startswith("Compress with the plan of all:Cast16: ")
+    assert f" That of {found['better']['policy']} is still faster: a step takes " in found["advice"]
+
+
+def test_sweeps_of_a_named_policy_are_about_its_plans(trace, capsys):
+    sweep = ("--policy", "all:Cast16", "--compressors", "Cast16", "--sweep", "bandwidth=10gbit,100gbit")
+    shown = run_text(capsys, "plan", trace, SLOW, *sweep)[1]
+    assert "all:Cast16  vs none" in shown
+    assert "Compression by all:Cast16 pays up to " in shown and "does not pay" in shown
+    assert "do not compress" not in shown
+
+
+def test_updates_are_named_where_a_step_still_waits(trace, tmp_path, capsys):
+    """A step computes 32 ms, and the best plan waits for seconds."""
+    homes, plan = two_homes(tmp_path), str(tmp_path / "plan.json")
+    quick = ("--policy", "all", "--compressors", "BlockQuant(bits=4)")
+    code, found = run_json(capsys, "plan", trace, homes, *quick, "-o", plan)
+    instead = found["updates_instead"]
+    assert code == 0 and instead["delay"] == 1 and 0.032 < instead["step_s"] < found["step_s"] / 4
+    rounds = ("--every", str(instead["every"]), "--delay", "1")
+    same = run_json(capsys, "plan", trace, homes, *quick, *rounds)[1]
+    assert same["training_steps"][-1]["step_s"] == pytest.approx(instead["step_s"])
+    assert same["updates_instead"] is None
+    sentence = f"gradients, with --every {instead['every']} --delay 1, a step takes "
+    for arguments in (("plan", trace, homes, *quick), ("explain", trace, homes, plan, "--messages", "0")):
+        assert sentence in run_text(capsys, *arguments)[1]
+        assert run_json(capsys, *arguments)[1]["updates_instead"]["every"] == instead["every"]
+    assert "a step still waits" not in run_text(capsys, "plan", trace, FAST, *quick)[1].lower()
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+def test_the_use_of_a_plan_is_said(tmp_path, capsys, buckets):
+    trace, plan = write_small_trace(tmp_path, buckets=buckets), str(tmp_path / "plan.json")
+    quick = ("plan", trace, SLOW, "--policy", "all", "-o", plan)
+    notes = run_text(capsys, *quick)[2]
+    shown = run_text(capsys, "explain", trace, SLOW, plan, "--messages", "0")[1]
+    for said in (notes, shown):
+        assert f"sync.attach(model, sync.Plan.load({plan!r})) uses the plan; model is " in said
+        assert ("no DistributedDataParallel model can take this plan: gckernels trace" in said) == (not buckets)
+    notes = run_text(capsys, *quick, "--every", "4")[2]
+    assert f"sync.average_updates(model, optimizer, sync.Plan.load({plan!r}), every=4, delay=0) uses" in notes
+    notes = run_text(capsys, *quick, "--frontend", "module")[2]
+    assert ("--frontend ddp makes one for it" in notes) == buckets
 
 
 def test_published_traces_work_by_name(capsys):
@@ -128,11 +204,14 @@ def test_named_compressors_are_the_only_ones(trace, tmp_path, capsys):
         (["--compressors", "Nothing"], "--compressors cannot be 'Nothing'"),
         (["--compressors", "QSGD", "--accuracy", "exact"], "not allowed with argument"),
         (["--policy", "none", "--frontend", "ddp"], "the trace has no buckets"),
-        (["--steps", "0", "--accuracy", "aggressive"], "--steps"),
+        (["--steps", "0", "--accuracy", "aggressive"], "--steps must be an integer from 1 up, got 0"),
+        (["--steps", "0"], "--steps must be an integer from 1 up, got 0"),
+        (["--accuracy", "aggressive"], "--accuracy aggressive: its compressors begin after a tenth of the training, "),
     ],
 )
 def test_wrong_arguments_are_named(trace, tmp_path, capsys, arguments, reason):
     before = sorted(tmp_path.iterdir())
     code, shown, errors = run_text(capsys, "plan", trace, SLOW, "-o", str(tmp_path / "plan.json"), *arguments)
     assert code in (2, 3) and reason in errors and shown == "" and errors.count("\n") == 1
+    assert not any(word in errors for word in ("steps=", "accuracy=", "None"))  # no options of the command
     assert sorted(tmp_path.iterdir()) == before

@@ -28,7 +28,7 @@ def test_sweeps_in_text_json_and_picture(trace, tmp_path, capsys):
     code, shown, errors = run_text(capsys, *arguments, "-o", str(plan), "--png", str(picture))
     assert code == 0 and errors.count("is written") == 2 and picture.stat().st_size > 10_000
     assert Plan.load(plan).prediction.policy == QUICK[1]
-    assert "100 Mbit/s" in shown and "do not compress" in shown
+    assert "100 Mbit/s" in shown and "does not pay" in shown
     _, found = run_json(capsys, *arguments)
     by_name = {each["name"]: each for each in found["sweeps"]}
     steps = [point["none_s"] for point in by_name["bandwidth"]["points"]]

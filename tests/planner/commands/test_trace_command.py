@@ -61,7 +61,7 @@ def test_an_unchanged_script_is_recorded_and_ended(script, capfd):
     assert trace.model == "Sequential" and len(trace.tensors) == 4 and len(trace.buckets) == 1
     for part in ("4 tensors, 1,385 elements", "backward", "last gradient ready", "BlockQuant", "EFSignSGD"):
         assert part in printed, part
-    assert "gckernels plan out.json" in notes
+    assert "gckernels plan out.json" in notes and "is given to" not in notes
     assert not torch.distributed.is_initialized()
 
 
@@ -80,6 +80,25 @@ def test_the_trace_of_a_module_can_go_to_stdout(script, capfd):
     printed, notes = capfd.readouterr()
     assert json.loads(printed)["format"] == "gckernels trace"
     assert "arguments ['9']" in notes and "4 tensors" in notes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["4", "-o", "out.json"], "-o out.json"),
+        (["4", "-oout.json", "--json"], "-oout.json, --json"),
+        (["4", "--output=out.json", "--name", "mine"], "--output=out.json, --name mine"),
+        (["--", "4", "-o", "out.json"], None),
+        (["4", "--lr", "1", "-m", "old"], None),
+    ],
+)
+def test_options_that_the_script_gets_are_noted(script, capfd, arguments, options):
+    """They stand behind its own arguments, where only the script could know them."""
+    commands.main(["trace", *DEFAULTS, script, *arguments])
+    printed, notes = capfd.readouterr()
+    assert f"arguments {[each for each in arguments if each != '--']}" in printed
+    assert ("is given to" in notes) == (options is not None)
+    assert options is None or f"gckernels trace: {options} is given to {script}, " in notes
 
 
 @pytest.mark.parametrize(

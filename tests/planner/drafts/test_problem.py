@@ -18,6 +18,7 @@ from gckernels.sync.traces.traced_tensors import TracedTensor
 from planning import problem_of
 
 SIGN = gckernels.EFSignSGD()
+MIXED = tuple(TracedTensor(f"t{at}", 64, 0.0, dtype=each) for at, each in enumerate((torch.float32, torch.bfloat16)))
 
 
 def traced(*numels: int, buckets: tuple[tuple[str, ...], ...] = ()) -> ModelTrace:
@@ -31,6 +32,11 @@ def traced(*numels: int, buckets: tuple[tuple[str, ...], ...] = ()) -> ModelTrac
         ({"trace": ModelTrace("m", (), 0.0)}, ValueError, "no tensors"),
         ({"trace": traced(4, 4)}, ValueError, "no buckets"),
         ({"trace": traced(4, 4, buckets=(("t0",),))}, ValueError, "each of its tensors once"),
+        (
+            {"trace": ModelTrace("m", MIXED, 0.0, buckets=(("t0", "t1"),))},
+            ValueError,
+            "'t0' has .* bfloat16 and float32",
+        ),
         ({"allowed": {"other": (SIGN,)}}, ValueError, "'other'"),
         ({"places": (Place.HOST,)}, ValueError, "places"),
         ({"frontend": "ddp"}, TypeError, "frontend"),

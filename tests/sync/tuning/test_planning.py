@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from gckernels import BlockQuant, Cast16, EFSignSGD, Identity
+from gckernels.planner.choice import PLANNED_ERROR
 from gckernels.planner.drafts.problem import Problem
 from gckernels.planner.machines.machine import Sharding
 from gckernels.planner.policies.baselines import uniform
 from gckernels.planner.predictive.planning import (
-    LEAST_GAIN,
     Proposal,
     TriedPlans,
     choice_of,
@@ -71,7 +71,7 @@ def test_a_plan_joins_that_is_predicted_to_beat_all_others(frontend):
     found = proposal(trace(), SLOW_CODECS, frontend, LISTED, known, sharding=SHARDED.get(frontend))
     assert found.error == pytest.approx(0.0, abs=1e-9) and found.finalists
     for plan in found.finalists:
-        assert plan.prediction.step_s < (1.0 - LEAST_GAIN) * known.least_s
+        assert plan.prediction.step_s < (1.0 - PLANNED_ERROR) * known.least_s
         assert plan.fingerprint() not in {each.fingerprint() for each in known.measured_s}
 
 

@@ -1,0 +1,33 @@
+"""How a training uses the file of a plan, as text for people."""
+
+from __future__ import annotations
+
+from gckernels.sync.plans.plan import Frontend
+
+from ...drafts.problem import Problem
+
+_MODELS = {
+    Frontend.DDP: "the DistributedDataParallel model of the trace",
+    Frontend.FSDP: "a model of fully_shard over all ranks",
+    Frontend.HSDP: "a model of fully_shard with replicas between machines",
+}
+
+
+def use_of(path: str, problem: Problem) -> str:
+    """Sentences that say how to use a plan for a problem.
+
+    Args:
+        path: the file of the plan.
+        problem: the problem.
+    """
+    plan = f"sync.Plan.load({path!r})"
+    if problem.rounds is not None:
+        rounds = f"every={problem.rounds.every}, delay={problem.rounds.delay}"
+        return f"sync.average_updates(model, optimizer, {plan}, {rounds}) uses the plan; model is a bare module"
+    uses = f"sync.attach(model, {plan}) uses the plan"
+    if problem.frontend is not Frontend.MODULE:
+        return f"{uses}; model is {_MODELS[problem.frontend]}"
+    remedy = "gckernels trace SCRIPT -o FILE records a trace of one, for another plan"
+    if problem.trace.buckets:
+        remedy = "--frontend ddp makes one for it"
+    return f"{uses}; model is a bare module, and no DistributedDataParallel model can take this plan: {remedy}"
