@@ -15,10 +15,11 @@ import numpy as np
 
 from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import PowerSGD
-from gckernels.sync.plans.json_files import Entry, shown
+from gckernels.sync.plans.json_files import Entry
 from gckernels.sync.plans.json_records import FLAT, JsonForm
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import KINDS, Level, Place
+from gckernels.toolkit.fields import shown
 
 from .machine import Floats, MachineError, Shared
 

@@ -13,8 +13,9 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from gckernels.sync.plans.json_files import Entry, bytes_of, parsed, shown
+from gckernels.sync.plans.json_files import Entry, bytes_of, parsed
 from gckernels.sync.plans.json_records import read_record, written
+from gckernels.toolkit.fields import shown
 
 from .description import Description
 from .machine import Machine, MachineError, Overheads

@@ -21,7 +21,9 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any
 
-from ..plans.json_files import MAX_NBYTES, Entry, bytes_of, parsed, shown, write_whole
+from gckernels.toolkit.fields import shown
+
+from ..plans.json_files import MAX_NBYTES, Entry, bytes_of, parsed, write_whole
 from ..plans.json_records import checked_fields, read_fields, written
 from .traced_tensors import Role, TracedTensor, TraceError
 
