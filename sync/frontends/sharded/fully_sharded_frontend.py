@@ -63,7 +63,7 @@ class FullyShardedFrontend(ShardedFrontend):
             self.device.type == "cpu" or plan.weights or request.weights
         ):
             try:
-                self._gathers = Gathers(self.request.group, self.device, self._row_numels)
+                self._gathers = Gathers(self.request.group, self.device, self._groups)
             except BaseException:
                 self.runtime.close()
                 raise
@@ -81,7 +81,7 @@ class FullyShardedFrontend(ShardedFrontend):
             return None if reduce(index, given["output_tensor"], given["input_tensor"], given["op"]) else call()
 
         def gathered(call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-            return call() if (work := gather(index, given["output_tensor"], given["group"])) is None else work
+            return call() if (work := gather(index, given["output_tensor"])) is None else work
 
         room, gather_room = (functools.partial(weakly(each), index) for each in (self.room, self.gather_room))
         group.reduce_scatter = ShardComm(group.reduce_scatter, reduced, room)
@@ -177,9 +177,9 @@ class FullyShardedFrontend(ShardedFrontend):
             return None
         return gathers.room(index, numel, dtype)
 
-    def gather(self, index: int, output: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+    def gather(self, index: int, output: torch.Tensor) -> Work | None:
         """Begin to gather the parameters of a group; ``None`` if FSDP shall do so."""
-        return None if self._gathers is None else self._gathers.gather(index, output, group)
+        return None if self._gathers is None else self._gathers.gather(index, output)
 
     def reduce(self, index: int, output: torch.Tensor, vector: torch.Tensor, operation: Any) -> bool:
         """Give ``output`` the shards of this rank in the mean of a group, or FSDP's multiple of it.
@@ -191,7 +191,7 @@ class FullyShardedFrontend(ShardedFrontend):
         if not self.is_open:
             return False
         buffer = self._buffer_of(index)
-        with buffer.filled():
+        with buffer.filled(vector):
             runtime, sends = self._begun(), buffer.holds(vector)
             if not sends and not self._fits(index, vector.numel()):
                 return False

@@ -122,6 +122,18 @@ class ShardGroup:
     def all_gather(self, comm: Any) -> None:
         self._alive._all_gather_comm = comm
 
+    @property
+    def gathering(self) -> dist.ProcessGroup:
+        """The ranks from which FSDP gathers the parameters now: fewer than all, if it has resharded them so."""
+        found: dist.ProcessGroup = self._alive._all_gather_process_group
+        return found
+
+    @property
+    def gathered(self) -> torch.Tensor | None:
+        """What FSDP has gathered of the parameters, or is gathering, until it copies that out or gives it up."""
+        result = None if (group := self._group()) is None else group._all_gather_result
+        return None if result is None else result.all_gather_output
+
     def restore(self) -> None:
         """Give FSDP back what stand-ins have taken the place of: its collectives, its group of replicas."""
         if self._group() is None:
