@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
-from gckernels.codec import Codec
+from gckernels.codec import GRAD_DTYPES, Codec
 from gckernels.ops import Identity
 
 from ...engine.runtime import Runtime
@@ -118,10 +118,10 @@ class FullyShardedFrontend(ShardedFrontend):
 
     def new_runtime(self, plan: Plan) -> Runtime:
         if (levels := self._levels) is None:
-            return self.request.runtime(plan, self.parameters(), synchronises=plan.compresses)
+            return self.request.runtime(plan, self.parameters(), synchronises=plan.sends)
         local = _on_ranks(plan, self.numels(), None)
         between = replace(self.request, group=levels.between)
-        runtime = between.runtime(local, self.parameters(), synchronises=plan.compresses)
+        runtime = between.runtime(local, self.parameters(), synchronises=plan.sends)
         runtime.common_plan = plan
         runtime.part = ModelPart(levels.device, levels.topology.devices, rows=self._rows())
         return runtime
@@ -162,7 +162,7 @@ class FullyShardedFrontend(ShardedFrontend):
     def room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for the gradients of a group; ``None`` if FSDP reduces them itself, or some have none."""
         runtime = self.runtime
-        if not (self.is_open and runtime.synchronises) or runtime.is_exact or not self._fits(index, numel):
+        if not (self.is_open and runtime.synchronises) or runtime.is_exact or not self._fits(index, numel, dtype):
             return None
         return self._buffer_of(index).rows(numel, dtype)
 
@@ -185,15 +185,15 @@ class FullyShardedFrontend(ShardedFrontend):
         """Give ``output`` the shards of this rank in the mean of a group, or FSDP's multiple of it.
 
         Returns:
-            ``False`` if FSDP shall do so itself, because nothing of the group is compressed, or some of its parameters
-            have no gradient.
+            ``False`` if FSDP shall do so itself, because nothing of the group is compressed or can be, or some of its
+            parameters have no gradient.
         """
         if not self.is_open:
             return False
         buffer = self._buffer_of(index)
         with buffer.filled(vector):
             runtime, sends = self._begun(), buffer.holds(vector)
-            if not sends and not self._fits(index, vector.numel()):
+            if not sends and not self._fits(index, vector.numel(), vector.dtype):
                 return False
             rows, copies = self._own_rows(vector, sends)
             if self._delivers or runtime.is_draining:
@@ -218,10 +218,6 @@ class FullyShardedFrontend(ShardedFrontend):
         if (levels := self._levels) is None:
             return vector.view(self.runtime.world_size, -1), 1
         return (levels.reduce(vector), 1) if sends else (levels.own_rows(vector), levels.topology.devices)
-
-    def _fits(self, index: int, numel: int) -> bool:
-        """Whether all parameters of a group that are not frozen have gradients."""
-        return numel == self._rows_of_bucket * sum(shard.row for shard in self._groups[index].shards())
 
     def _deliver(self, units: Sequence[PlacedUnit], rows: torch.Tensor, copies: int) -> None:
         """Add what plans have left behind to the gradients of a group, times ``copies``."""
@@ -257,7 +253,7 @@ def _on_ranks(plan: Plan, numels: Mapping[str, int], topology: Topology | None) 
 
 def _encoded(group: ShardGroup, codec: Codec | None) -> list[GatheredParameter]:
     """The parameters of a group as they are gathered; none if they are sent as they are."""
-    if codec is None:
+    if codec is None or group.gathered_in not in GRAD_DTYPES:
         return []
     starts = accumulate(group.rows(), initial=0)
     return [

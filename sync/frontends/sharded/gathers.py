@@ -173,7 +173,7 @@ class Gathers:
         future: Future[Outcome] = Future(devices=[self._device] if self._device.type == "cuda" else None)
         buffer.future = future
         rows, is_known = output.view(self._ranks, -1), self._is_known[index]
-        copy = self._copy(index, rows) if self._keeps_copy else None
+        copy = self._copy(index, rows) if self._keeps_copy and self._parameters[index] else None
         is_forward = torch._C._current_graph_task_id() == _NO_BACKWARD
         if is_forward and self._has_ended:
             self._turn, self._has_ended = self._turn + 1, False

@@ -146,6 +146,18 @@ class ShardGroup:
         """Whether the next backward averages gradients of all ranks."""
         return bool(self._alive.reduce_grads and (self._alive.all_reduce_grads or not self.is_replicated))
 
+    @property
+    def gathered_in(self) -> torch.dtype:
+        """The dtype in which FSDP gathers its parameters."""
+        found: torch.dtype = self._alive.mp_policy.param_dtype or self._alive.fsdp_params[0].sharded_param.dtype
+        return found
+
+    @property
+    def reduced_in(self) -> torch.dtype:
+        """The dtype in which FSDP reduces its gradients."""
+        found: torch.dtype = self._alive.mp_policy.reduce_dtype or self.gathered_in
+        return found
+
     def leaves_alone(self, reduced: torch.Tensor) -> bool:
         """Whether FSDP only makes views of the reduced gradients before backward ends.
 

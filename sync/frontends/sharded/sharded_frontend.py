@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from gckernels.codec import GRAD_DTYPES
+
 from ...communication.groups import group_of
 from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
@@ -60,6 +62,11 @@ class ShardedFrontend(ModelFrontend):
     def averaging(model: torch.nn.Module) -> dist.ProcessGroup:
         """The ranks whose averages are compressed."""
         return shard_groups(model)[0].averaging
+
+    @staticmethod
+    def served(model: torch.nn.Module) -> set[str]:
+        """The names of the parameters whose gradients FSDP reduces over these ranks: not of those that it ignores."""
+        return {name for group in shard_groups(model) for name in group.names}
 
     @staticmethod
     def groups(model: torch.nn.Module, _: object, /) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -161,6 +168,17 @@ class ShardedFrontend(ModelFrontend):
             runtime.begin_step()
             Variable._execution_engine.queue_callback(weakly(self._end_backward))
         return runtime
+
+    def _fits(self, index: int, numel: int, dtype: torch.dtype) -> bool:
+        """Whether compressors take the gradients of a group, and all of its parameters that are not frozen have one.
+
+        Args:
+            index: the number of the group.
+            numel: the elements of the vector that FSDP reduces.
+            dtype: its dtype.
+        """
+        rows = sum(shard.row for shard in self._groups[index].shards())
+        return dtype in GRAD_DTYPES and numel == self._rows_of_bucket * rows
 
     def _buffer_of(self, index: int) -> ShardBuffer:
         """The memory in which the gradients of a group travel."""
