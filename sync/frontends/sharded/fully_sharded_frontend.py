@@ -100,6 +100,11 @@ class FullyShardedFrontend(ShardedFrontend):
         if self._gathers is not None:
             self._gathers.close()
 
+    def _fail(self, error: RuntimeError) -> None:
+        super()._fail(error)
+        if self._gathers is not None:
+            self._gathers.fail(error)
+
     @property
     def _rows_of_bucket(self) -> int:
         return dist.get_world_size(self.request.group)
@@ -179,7 +184,9 @@ class FullyShardedFrontend(ShardedFrontend):
 
     def gather(self, index: int, output: torch.Tensor) -> Work | None:
         """Begin to gather the parameters of a group; ``None`` if FSDP shall do so."""
-        return None if self._gathers is None else self._gathers.gather(index, output)
+        if self._gathers is None:
+            return None
+        return self._gathers.gather(index, output, functools.partial(weakly(self._check), self._announced))
 
     def reduce(self, index: int, output: torch.Tensor, vector: torch.Tensor, operation: Any) -> bool:
         """Give ``output`` the shards of this rank in the mean of a group, or FSDP's multiple of it.
@@ -193,8 +200,11 @@ class FullyShardedFrontend(ShardedFrontend):
         buffer = self._buffer_of(index)
         with buffer.filled(vector):
             runtime, sends = self._begun(), buffer.holds(vector)
-            if not sends and not self._fits(index, vector.numel(), vector.dtype):
-                return False
+            self._announce(index)
+            if not sends:
+                self._check()
+                if not self._fits(index, vector.numel(), vector.dtype):
+                    return False
             rows, copies = self._own_rows(vector, sends)
             if self._delivers or runtime.is_draining:
                 units = self._units(runtime, index)

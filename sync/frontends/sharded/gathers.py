@@ -33,13 +33,15 @@ class Gathered(Work):
         future: gets the parameters when they are there, or the failure of the gather. As the tensor is in the value, a
             stream of a device that waits for the future waits for what is done to the tensor, too.
         buffer: the memory of the parameters.
+        check: called before they are awaited. It raises if they will never arrive.
     """
 
-    def __init__(self, future: Future[Outcome], buffer: GatherBuffer) -> None:
+    def __init__(self, future: Future[Outcome], buffer: GatherBuffer, check: Callable[[], object]) -> None:
         super().__init__()
-        self._future, self._buffer = future, buffer
+        self._future, self._buffer, self._check = future, buffer, check
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._check()
         self._buffer.note_reader()
         wait_for([self._future])
         return True
@@ -158,8 +160,13 @@ class Gathers:
             self._buffers.append(found)
         return found.lend(self._groups[index], numel, dtype)
 
-    def gather(self, index: int, output: torch.Tensor) -> Work | None:
+    def gather(self, index: int, output: torch.Tensor, check: Callable[[], object] = lambda: None) -> Work | None:
         """Begin to bring the parameters of a group, of which the own row of ``output`` holds the shards of this rank.
+
+        Args:
+            index: the number of the group.
+            output: memory that :meth:`room` has returned, ``[numel]``.
+            check: called before the parameters are awaited. It raises if they will never arrive.
 
         Returns:
             A work to wait for; ``None`` if FSDP shall gather them itself, into memory of its own.
@@ -180,7 +187,7 @@ class Gathers:
         if copy is not None and is_known and not is_forward and self._is_current(index):
             rows.copy_(copy)
             future.set_result(output)
-            return Gathered(future, buffer)
+            return Gathered(future, buffer, check)
 
         def make(allocate: Allocate) -> GatherMessage:
             encoded = self._parameters[index] if copy is None or is_known else ()
@@ -192,7 +199,7 @@ class Gathers:
         self._sent_nbytes += message.sent_nbytes
         token = self._engine.submit(message, self._calls, (lanes.here(),))
         self._engine.finish([token], lambda: future.set_result(output), lambda error: future.set_result(_failed(error)))
-        return Gathered(future, buffer)
+        return Gathered(future, buffer, check)
 
     def _is_current(self, index: int) -> bool:
         """Whether the copy of a group has been gathered since the last backward, so that it has today's parameters."""
@@ -222,8 +229,15 @@ class Gathers:
         sent_nbytes, self._sent_nbytes = self._sent_nbytes, 0.0
         return sent_nbytes
 
+    def fail(self, error: BaseException) -> None:
+        """Let nothing be gathered any more because of an error."""
+        self._engine.lanes.failure.set(error)
+
     def close(self) -> None:
-        """End the lanes and the process groups; further calls do nothing."""
+        """End the lanes and the process groups; further calls do nothing. After a failure, ranks that wait for this one
+        fail as well."""
+        if self._engine.lanes.error is not None:
+            self._communicators.hang_up()
         self._engine.lanes.close()
         self._communicators.close()
 

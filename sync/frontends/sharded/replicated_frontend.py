@@ -80,7 +80,9 @@ class ReplicatedFrontend(ShardedFrontend):
         if not self.is_open:
             return False
         runtime, shards = self._begun(), self._groups[index].shards()
+        self._announce(index)
         if not self._fits(index, vector.numel(), vector.dtype):
+            self._check()
             return False
         self._deliver(shards, vector)
         if not runtime.synchronises or operation not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):

@@ -47,6 +47,7 @@ class ShardBuffer(RowBuffer):
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(numel, device)
         self._sent: Future[Outcome] | None = None
+        self._check: Callable[[], object] = lambda: None
         self._finish: Callable[[], object] | None = None
         self._free: torch.cuda.Event | None = None
         self._filled: torch.cuda.Stream | None = None
@@ -68,14 +69,15 @@ class ShardBuffer(RowBuffer):
         is_here = self._filled is None or divides or not self.holds(vector)
         return contextlib.nullcontext() if is_here else torch.cuda.stream(self._filled)
 
-    def send(self, sent: Future[Outcome], finish: Callable[[], object]) -> None:
+    def send(self, sent: Future[Outcome], check: Callable[[], object], finish: Callable[[], object]) -> None:
         """Note that the memory is in use.
 
         Args:
             sent: its messages.
+            check: called before they are awaited. It raises if they will never arrive.
             finish: takes the result out of it.
         """
-        self._sent, self._finish = sent, finish
+        self._sent, self._check, self._finish = sent, check, finish
 
     def settle(self) -> None:
         """Wait for what is in the memory, and take the result out of it.
@@ -87,6 +89,7 @@ class ShardBuffer(RowBuffer):
         self._sent = self._finish = None
         if sent is None or finish is None:
             return
+        self._check()
         wait_for([sent])
         finish()
         if self._device.type == "cuda":

@@ -31,6 +31,7 @@ from ...programs.lanes import SHARD_BUFFERS
 from ..checks.hooks import weakly
 from ..frontend import Before, ModelFrontend
 from ..request import Request
+from .announcements import Announcements
 from .shard_buffers import ShardBuffer
 from .shard_groups import Shard, ShardGroup, shard_groups
 from .sharded_checks import checked_plan, fitting
@@ -83,14 +84,32 @@ class ShardedFrontend(ModelFrontend):
         self._row_numels = [sum(group.rows()) for group in self._groups]
         largest = max(self._row_numels, default=0) * self._rows_of_bucket
         self._buffers = [ShardBuffer(largest, self.device) for _ in range(SHARD_BUFFERS)]
+        self._used: dict[int, list[bool]] = {}  # which parameters of each group have a gradient
+        self._announcements: Announcements | None = None
         self._take(self.new_runtime(plan), {})
+        if self.device.type == "cpu" and dist.get_world_size(request.group) > 1:
+            try:
+                self._announcements = Announcements(request.group, self._groups)
+            except BaseException:
+                self.runtime.close()
+                raise
+
+    def close(self) -> None:
+        super().close()
+        if self._announcements is not None:
+            self._announcements.close()
 
     def register(self) -> list[torch.nn.Module]:
         model = self._model()
         assert model is not None
         for index, group in enumerate(self._groups):
             self._stand_in(index, group)
+            group.before_reductions(functools.partial(weakly(self._look), index))
         return [model]
+
+    def _look(self, index: int) -> None:
+        """Note which parameters of a group have a gradient."""
+        self._used[index] = self._groups[index].used()
 
     @abstractmethod
     def _stand_in(self, index: int, group: ShardGroup) -> None:
@@ -180,6 +199,34 @@ class ShardedFrontend(ModelFrontend):
         rows = sum(shard.row for shard in self._groups[index].shards())
         return dtype in GRAD_DTYPES and numel == self._rows_of_bucket * rows
 
+    def _announce(self, index: int) -> None:
+        """Tell the other ranks that this one reduces a group now, if the runtime sends gradients."""
+        if self._announcements is not None and self.runtime.synchronises:
+            self._announcements.say(index, self._used[index])
+
+    def _check(self, number: int | None = None) -> None:
+        """Wait until all ranks have announced what this rank has announced, at most up to a number.
+
+        Raises:
+            RuntimeError: some have announced something else.
+        """
+        if self._announcements is None:
+            return
+        try:
+            self._announcements.check(self._announced if number is None else number)
+        except RuntimeError as error:
+            self._fail(error)
+            raise
+
+    @property
+    def _announced(self) -> int:
+        """The number of the last announcement."""
+        return 0 if self._announcements is None else self._announcements.said
+
+    def _fail(self, error: RuntimeError) -> None:
+        """Let nothing be sent any more, and nothing be awaited that ranks will not send."""
+        self.runtime.fail(error)
+
     def _buffer_of(self, index: int) -> ShardBuffer:
         """The memory in which the gradients of a group travel."""
         return self._buffers[index % SHARD_BUFFERS]
@@ -193,7 +240,8 @@ class ShardedFrontend(ModelFrontend):
             take: takes the result out of the memory.
         """
         messages = self._bucket(index, gradients).messages.now()
-        self._buffer_of(index).send(self.runtime.submit(messages, gradients), take)
+        check = functools.partial(self._check, self._announced)
+        self._buffer_of(index).send(self.runtime.submit(messages, gradients), check, take)
 
     def _finish(self, index: int, result: torch.Tensor) -> None:
         """Wait for the result of a group, unless it may come later."""
