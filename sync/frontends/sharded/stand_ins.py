@@ -69,8 +69,8 @@ class ReplicaGroup(dist.ProcessGroup):
             is_averaged = self._average(tensors[0], operation)
         except BaseException:
             # torch's log of an error tells the backend and the rank, and fails itself for a group that it does not know
-            for known in (_world.pg_map, _world.pg_group_ranks):
-                known[self] = known[self.inner]
+            _world.pg_map[self] = _world.pg_map[self.inner]
+            _world.pg_group_ranks[self] = _world.pg_group_ranks[self.inner]
             raise
         if not is_averaged:
             return self.inner.allreduce(tensors) if opts is None else self.inner.allreduce(tensors, opts)
