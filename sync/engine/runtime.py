@@ -318,6 +318,11 @@ class Runtime(RuntimeState):
             return None
         return self._engine.failures.raised(error, "synchronisation failed before")
 
+    def fail(self, error: BaseException) -> None:
+        """Let nothing be submitted any more because of an error: it is the :attr:`problem` from now on."""
+        if self._engine is not None:
+            self._engine.lanes.failure.set(error)
+
     # ---------------------------------------------------------------- figures
 
     def sent_nbytes_per_step(self) -> float:

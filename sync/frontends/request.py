@@ -58,9 +58,9 @@ def uniform_plan(
     ``PowerSGD``. Parameters of a dtype that no compressor takes (float64) are averaged by a plain all-reduce.
 
     Args:
-        model: a DDP model, whose plan has the parameters that DDP averages; or a bare module, whose plan has all
-            parameters that can have a gradient, frozen or not; or pairs of name and parameter, such as
-            ``module.named_parameters()``.
+        model: a DDP model or one of ``fully_shard`` or ``replicate``, whose plan has the parameters that DDP or FSDP
+            averages, without those that they ignore; or a bare module, whose plan has all parameters that can have a
+            gradient, frozen or not; or pairs of name and parameter, such as ``module.named_parameters()``.
         compressor: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``.
         program: the steps by which parameters are sent, or their name in ``sync.programs.PROGRAMS``. The default is
             that of :func:`~gckernels.sync.programs.default_program`.
@@ -81,6 +81,10 @@ def uniform_plan(
     parameters = as_named_parameters("uniform_plan", model) if ddp_model is None else ddp_parameters(ddp_model)
     refuse_without_shape("uniform_plan", parameters)
     kind = kind_of(unwrapped)
+    sharded = frontend_of(kind) if kind in (Frontend.HSDP, Frontend.FSDP) else None
+    if sharded is not None:
+        served = sharded.served(unwrapped)
+        parameters = {name: each for name, each in parameters.items() if name in served}
     method = as_method("uniform_plan: compressor", compressor)
     steps = as_program("uniform_plan", program)
     is_exempt = None if exempt == "default" else as_exempt("uniform_plan", exempt, parameters)
@@ -93,9 +97,10 @@ def uniform_plan(
         if not dist.is_initialized():
             raise ValueError("uniform_plan: world_size must be given, because torch.distributed is not initialised")
         group = None if ddp_model is None else ddp_model.process_group
-        is_sharded = kind in (Frontend.HSDP, Frontend.FSDP)
-        world_size = dist.get_world_size(frontend_of(kind).averaging(unwrapped) if is_sharded else group)
+        world_size = dist.get_world_size(group if sharded is None else sharded.averaging(unwrapped))
     made = plan_of_parameters(parameters, method, world_size, steps, is_exempt, shape, kind.span(shape))
+    if method != UNCOMPRESSED and (why := why_uncompressed(parameters)):
+        warnings.warn(f"uniform_plan: {method} compresses nothing: {why}; the plan averages exactly", stacklevel=2)
     made.check(parameters.items(), world_size)
     return made
 

@@ -111,9 +111,14 @@ class Plan:
         return any(unit.launch is not None for unit in self.units)
 
     @property
+    def sends(self) -> bool:
+        """Whether any unit is not averaged in place."""
+        return any(not unit.in_place for unit in self.units)
+
+    @property
     def compresses(self) -> bool:
         """Whether any unit is not averaged in place, or parameters are encoded."""
-        return self.weights is not None or any(not unit.in_place for unit in self.units)
+        return self.weights is not None or self.sends
 
     @property
     def made_for(self) -> Frontend | None:

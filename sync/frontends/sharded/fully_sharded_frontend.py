@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
-from gckernels.codec import Codec
+from gckernels.codec import GRAD_DTYPES, Codec
 from gckernels.ops import Identity
 
 from ...communication.agreement import named
@@ -64,8 +64,7 @@ class FullyShardedFrontend(ShardedFrontend):
             self.device.type == "cpu" or plan.weights or request.weights
         ):
             try:
-                names = [[*group.parameters()] for group in self._groups]
-                self._gathers = Gathers(self.request.group, self.device, self._row_numels, names)
+                self._gathers = Gathers(self.request.group, self.device, self._groups)
             except BaseException:
                 self.runtime.close()
                 raise
@@ -86,7 +85,7 @@ class FullyShardedFrontend(ShardedFrontend):
                 return call()
 
         def gathered(call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
-            return call() if (work := gather(index, given["output_tensor"], given["group"])) is None else work
+            return call() if (work := gather(index, given["output_tensor"])) is None else work
 
         room, gather_room = (functools.partial(weakly(each), index) for each in (self.room, self.gather_room))
         group.reduce_scatter = ShardComm(group.reduce_scatter, reduced, room)
@@ -104,6 +103,11 @@ class FullyShardedFrontend(ShardedFrontend):
         super().close()
         if self._gathers is not None:
             self._gathers.close()
+
+    def _fail(self, error: RuntimeError) -> None:
+        super()._fail(error)
+        if self._gathers is not None:
+            self._gathers.fail(error)
 
     @property
     def _rows_of_bucket(self) -> int:
@@ -123,10 +127,10 @@ class FullyShardedFrontend(ShardedFrontend):
 
     def new_runtime(self, plan: Plan) -> Runtime:
         if (levels := self._levels) is None:
-            return self.request.runtime(plan, self.parameters(), synchronises=plan.compresses)
+            return self.request.runtime(plan, self.parameters(), synchronises=plan.sends)
         local = _on_ranks(plan, self.numels(), None)
         between = replace(self.request, group=levels.between)
-        runtime = between.runtime(local, self.parameters(), synchronises=plan.compresses)
+        runtime = between.runtime(local, self.parameters(), synchronises=plan.sends)
         runtime.common_plan = plan
         runtime.part = ModelPart(levels.device, levels.topology.devices, rows=self._rows())
         return runtime
@@ -167,7 +171,7 @@ class FullyShardedFrontend(ShardedFrontend):
     def room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Memory for the gradients of a group; ``None`` if FSDP reduces them itself, or some have none."""
         runtime = self.runtime
-        if not (self.is_open and runtime.synchronises) or runtime.is_exact or not self._fits(index, numel):
+        if not (self.is_open and runtime.synchronises) or runtime.is_exact or not self._fits(index, numel, dtype):
             return None
         return self._buffer_of(index).rows(numel, dtype)
 
@@ -182,24 +186,29 @@ class FullyShardedFrontend(ShardedFrontend):
             return None
         return gathers.room(index, numel, dtype)
 
-    def gather(self, index: int, output: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+    def gather(self, index: int, output: torch.Tensor) -> Work | None:
         """Begin to gather the parameters of a group; ``None`` if FSDP shall do so."""
-        return None if self._gathers is None else self._gathers.gather(index, output, group)
+        if self._gathers is None:
+            return None
+        return self._gathers.gather(index, output, functools.partial(weakly(self._check), self._announced))
 
     def reduce(self, index: int, output: torch.Tensor, vector: torch.Tensor, operation: Any) -> bool:
         """Give ``output`` the shards of this rank in the mean of a group, or FSDP's multiple of it.
 
         Returns:
-            ``False`` if FSDP shall do so itself, because nothing of the group is compressed, or some of its parameters
-            have no gradient.
+            ``False`` if FSDP shall do so itself, because nothing of the group is compressed or can be, or some of its
+            parameters have no gradient.
         """
         if not self.is_open:
             return False
         buffer = self._buffer_of(index)
-        with buffer.filled():
+        with buffer.filled(vector):
             runtime, sends = self._begun(), buffer.holds(vector)
-            if not sends and not self._fits(index, vector.numel()):
-                return False
+            self._announce(index)
+            if not sends:
+                self._check()
+                if not self._fits(index, vector.numel(), vector.dtype):
+                    return False
             rows, copies = self._own_rows(vector, sends)
             if self._delivers or runtime.is_draining:
                 units = self._units(runtime, index)
@@ -223,10 +232,6 @@ class FullyShardedFrontend(ShardedFrontend):
         if (levels := self._levels) is None:
             return vector.view(self.runtime.world_size, -1), 1
         return (levels.reduce(vector), 1) if sends else (levels.own_rows(vector), levels.topology.devices)
-
-    def _fits(self, index: int, numel: int) -> bool:
-        """Whether all parameters of a group that are not frozen have gradients."""
-        return numel == self._rows_of_bucket * sum(shard.row for shard in self._groups[index].shards())
 
     def _deliver(self, units: Sequence[PlacedUnit], rows: torch.Tensor, copies: int) -> None:
         """Add what plans have left behind to the gradients of a group, times ``copies``."""
@@ -262,7 +267,7 @@ def _on_ranks(plan: Plan, numels: Mapping[str, int], topology: Topology | None) 
 
 def _encoded(group: ShardGroup, codec: Codec | None) -> list[GatheredParameter]:
     """The parameters of a group as they are gathered; none if they are sent as they are."""
-    if codec is None:
+    if codec is None or group.gathered_in not in GRAD_DTYPES:
         return []
     starts = accumulate(group.rows(), initial=0)
     return [

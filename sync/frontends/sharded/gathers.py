@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from ...communication.communicators import Communicators
 from ...engine.engine import Engine
-from ...engine.failures import Failures
+from ...engine.failures import FailedBucket, Outcome, wait_for
 from ...messages.gathers import GatheredParameter, GatherMessage
 from ...programs.rules import Site
 from ...programs.steps import Level, Place
@@ -21,6 +21,7 @@ from ...programs.topology import Topology
 from ...resources.lanes import DeviceLanes
 from ...resources.memory_spaces import Allocate, BufferArena, Places
 from .shard_buffers import RowBuffer
+from .shard_groups import ShardGroup
 
 _NO_BACKWARD = -1  # autograd's number of no backward
 
@@ -29,25 +30,28 @@ class Gathered(Work):
     """A gather on its way. FSDP waits for it when it needs the parameters.
 
     Args:
-        future: gets ``None`` when the parameters are there, or an error.
-        waited: called when somebody has waited.
-        failures: knows what has happened.
+        future: gets the parameters when they are there, or the failure of the gather. As the tensor is in the value, a
+            stream of a device that waits for the future waits for what is done to the tensor, too.
+        buffer: the memory of the parameters.
+        check: called before they are awaited. It raises if they will never arrive.
     """
 
-    def __init__(self, future: Future[BaseException | None], waited: Callable[[], None], failures: Failures) -> None:
+    def __init__(self, future: Future[Outcome], buffer: GatherBuffer, check: Callable[[], object]) -> None:
         super().__init__()
-        self._future, self._waited, self._failures = future, waited, failures
+        self._future, self._buffer, self._check = future, buffer, check
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        error = self._future.wait()
-        self._waited()
-        if error is not None:
-            raise self._failures.raised(error, "parameters could not be gathered")
+        self._check()
+        self._buffer.note_reader()
+        wait_for([self._future])
         return True
 
 
 class GatherBuffer(RowBuffer):
     """Memory for the parameters of one group, and then for those of others.
+
+    FSDP keeps what it has gathered until it copies that out, which may be at once, in the next step, or never. So FSDP
+    is asked what it keeps.
 
     Args:
         numel: the elements of all rows of the largest group.
@@ -57,13 +61,35 @@ class GatherBuffer(RowBuffer):
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(numel, device)
         self.forget()
-        self.is_free = True
-        self.future: Future[BaseException | None] | None = None  # set by the last gather
+        self.future: Future[Outcome] | None = None  # of the last gather
+        self._borrower: ShardGroup | None = None
+        self._filled: torch.cuda.Stream | None = None  # where the shards of this rank were copied into it
+        self._read: torch.cuda.Stream | None = None  # where the parameters were copied out of it
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether nothing is on its way into the memory."""
-        return self.future is None or self.future.done()
+    def is_free(self) -> bool:
+        """Whether FSDP has no more use for what was gathered into it, and nothing is on its way into it."""
+        kept = None if self._borrower is None else self._borrower.gathered
+        has_arrived = self.future is None or self.future.done()
+        return has_arrived and (kept is None or not self.holds(kept))
+
+    def lend(self, borrower: ShardGroup, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The memory, ``[numel]``, for the parameters of a group."""
+        if self._device.type == "cuda":
+            here = torch.cuda.current_stream(self._device)
+            if self.future is not None:
+                self.future.wait()
+            # FSDP itself lets a stream into which it gathers again wait for what it has copied out
+            if self._read is not None and here not in (self._read, self._filled):
+                here.wait_stream(self._read)
+            self._filled = here
+        self._borrower = borrower
+        return self.rows(numel, dtype)
+
+    def note_reader(self) -> None:
+        """Note that parameters are copied out in the current stream."""
+        if self._device.type == "cuda":
+            self._read = torch.cuda.current_stream(self._device)
 
     def forget(self) -> None:
         """Drop all messages, and the memory of their payloads."""
@@ -79,10 +105,6 @@ class GatherBuffer(RowBuffer):
             self._version = self._arena.version
         return self._messages[key]
 
-    def free(self) -> None:
-        """Let other parameters come into the memory. FSDP copies these out before it gathers more."""
-        self.is_free = True
-
 
 class Gathers:
     """The gathers of the parameters of a model. Construction is collective.
@@ -90,25 +112,20 @@ class Gathers:
     Args:
         group: the ranks that have the shards of the model together.
         device: the device of the parameters.
-        row_numels: the elements of a row of each group of parameters.
-        names: the names of the parameters of each group, for errors.
+        groups: the groups of parameters.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        row_numels: Sequence[int],
-        names: Sequence[Sequence[str]] = (),
-    ) -> None:
-        self._device, self._row_numels, self._names = device, row_numels, names
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, groups: Sequence[ShardGroup]) -> None:
+        self._device, self._groups = device, groups
+        self._row_numels = [sum(each.rows()) for each in groups]
         self._buffers: list[GatherBuffer] = []
-        self.encode([()] * len(row_numels))
+        self._turn, self._has_ended = 0, False  # forwards, one or more, and then backwards
+        self.encode([()] * len(groups))
         self._ranks, self._members = group.size(), dist.get_process_group_ranks(group)
         site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
         self._communicators = Communicators(group, Places.of(device), Topology(self._ranks), [site])
         try:
-            self._engine = Engine(DeviceLanes(device), phases=1, communicators=self._communicators)
+            self._engine = Engine(DeviceLanes(device), phases=1)
         except BaseException:
             self._communicators.close()
             raise
@@ -121,63 +138,80 @@ class Gathers:
             parameters: the encoded parameters of each group; none for a group that is sent as it is.
             keeps_copy: whether differences to a copy of all parameters are sent. They are sent when FSDP gathers a
                 group in forward, and the first time the parameters are sent exactly; in backward the copy is what was
-                gathered.
+                gathered in the forward before, if FSDP gathered the group there.
         """
         self._parameters, self._keeps_copy = parameters, keeps_copy
         self._copies: list[torch.Tensor | None] = [None for _ in parameters]
+        self._copied: list[tuple[int, Future[Outcome]] | None] = [None for _ in parameters]
         self.forget()
         for buffer in self._buffers:
             buffer.forget()
 
     def room(self, index: int, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory for the parameters of a group, ``[numel]``; ``None`` if these are others."""
+        """Memory for the parameters of a group, ``[numel]``; ``None`` if FSDP shall gather them itself, because they
+        are others, or have been resharded to some of the ranks."""
         if numel != self._ranks * self._row_numels[index] or not dtype.is_floating_point:
+            return None
+        if dist.get_process_group_ranks(self._groups[index].gathering) != self._members:
             return None
         found = next((each for each in self._buffers if each.is_free), None)
         if found is None:
             found = GatherBuffer(max(self._row_numels) * self._ranks, self._device)
             self._buffers.append(found)
-        found.is_free = False
-        return found.rows(numel, dtype)
+        return found.lend(self._groups[index], numel, dtype)
 
-    def gather(self, index: int, output: torch.Tensor, group: dist.ProcessGroup) -> Work | None:
+    def gather(self, index: int, output: torch.Tensor, check: Callable[[], object] = lambda: None) -> Work | None:
         """Begin to bring the parameters of a group, of which the own row of ``output`` holds the shards of this rank.
 
+        Args:
+            index: the number of the group.
+            output: memory that :meth:`room` has returned, ``[numel]``.
+            check: called before the parameters are awaited. It raises if they will never arrive.
+
         Returns:
-            A work to wait for; ``None`` if FSDP shall gather them itself, because they are others, or have only been
-            resharded to some of the ranks.
+            A work to wait for; ``None`` if FSDP shall gather them itself, into memory of its own.
         """
         buffer = next((each for each in self._buffers if each.holds(output)), None)
-        if buffer is None or dist.get_process_group_ranks(group) != self._members:
-            if buffer is not None:
-                buffer.free()
+        if buffer is None:
             return None
         lanes = self._engine.lanes
         if (error := lanes.error) is not None:
             raise self._engine.failures.raised(error, "a gather failed before")
-        future: Future[BaseException | None] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        future: Future[Outcome] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        buffer.future = future
         rows, is_known = output.view(self._ranks, -1), self._is_known[index]
-        copy = self._copy(index, rows) if self._keeps_copy else None
-        if copy is not None and is_known and torch._C._current_graph_task_id() != _NO_BACKWARD:
+        copy = self._copy(index, rows) if self._keeps_copy and self._parameters[index] else None
+        is_forward = torch._C._current_graph_task_id() == _NO_BACKWARD
+        if is_forward and self._has_ended:
+            self._turn, self._has_ended = self._turn + 1, False
+        if copy is not None and is_known and not is_forward and self._is_current(index):
             rows.copy_(copy)
-            future.set_result(None)
-            return Gathered(future, buffer.free, self._engine.failures)
+            future.set_result(output)
+            return Gathered(future, buffer, check)
 
         def make(allocate: Allocate) -> GatherMessage:
             encoded = self._parameters[index] if copy is None or is_known else ()
             return GatherMessage(encoded, rows, self._communicators, copy, allocate)
 
+        def failed(error: BaseException) -> FailedBucket:
+            return FailedBucket(lambda: self._engine.failures.raised(error, "parameters could not be gathered"))
+
         message = buffer.message((index, output.dtype, is_known), make)
-        if self._names:
-            message.keys = self._names[index]
-        self._is_known[index] = copy is not None
+        message.keys = [*self._groups[index].parameters()]
+        self._is_known[index], self._copied[index] = copy is not None, (self._turn, future)
         self._calls += 1
         self._sent_nbytes += message.sent_nbytes
         token = self._engine.submit(message, self._calls, (lanes.here(),))
         self._engine.failures.step = None  # this is the number of the call
-        self._engine.finish([token], lambda: future.set_result(None), future.set_result)
-        buffer.future = future
-        return Gathered(future, buffer.free, self._engine.failures)
+        self._engine.finish([token], lambda: future.set_result(output), lambda error: future.set_result(failed(error)))
+        return Gathered(future, buffer, check)
+
+    def _is_current(self, index: int) -> bool:
+        """Whether the copy of a group has been gathered since the last backward, so that it has today's parameters."""
+        if (copied := self._copied[index]) is None or copied[0] != self._turn:
+            return False
+        copied[1].wait()  # on a device, the stream does
+        return True
 
     def _copy(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """The copy of the parameters of a group, ``fp32 [ranks, numel]``."""
@@ -195,14 +229,19 @@ class Gathers:
         return sum(copy.nbytes for copy in self._copies if copy is not None)
 
     def end_step(self) -> float:
-        """The bytes that this rank has sent since the last call, at the end of a backward, when nobody waits for
-        parameters any more."""
-        for buffer in self._buffers:
-            buffer.is_free = buffer.is_free or buffer.has_arrived
+        """The bytes that this rank has sent since the last call, at the end of a backward."""
+        self._has_ended = True
         sent_nbytes, self._sent_nbytes = self._sent_nbytes, 0.0
         return sent_nbytes
 
+    def fail(self, error: BaseException) -> None:
+        """Let nothing be gathered any more because of an error."""
+        self._engine.lanes.failure.set(error)
+
     def close(self) -> None:
-        """End the lanes and the process groups; further calls do nothing."""
+        """End the lanes and the process groups; further calls do nothing. After a failure, ranks that wait for this one
+        fail as well."""
+        if self._engine.lanes.error is not None:
+            self._communicators.hang_up()
         self._engine.lanes.close()
         self._communicators.close()

@@ -59,7 +59,7 @@ class ReplicatedFrontend(ShardedFrontend):
 
     def new_runtime(self, plan: Plan) -> Runtime:
         local = plan.with_shapes(self._shapes())
-        runtime = self.request.runtime(local, self.parameters(), synchronises=plan.compresses)
+        runtime = self.request.runtime(local, self.parameters(), synchronises=plan.sends)
         runtime.common_plan = plan
         if (shards := self._groups[0].shard_of()) is not None:
             is_dim0 = all(group.is_dim0 for group in self._groups)
@@ -74,13 +74,15 @@ class ReplicatedFrontend(ShardedFrontend):
         """Give the shards of a group their means over the replicas, or their sums.
 
         Returns:
-            ``False`` if the replicas shall do so themselves, because the plan compresses nothing, or some parameters of
-            the group have no gradient.
+            ``False`` if the replicas shall do so themselves, because nothing of the group is compressed or can be, or
+            some of its parameters have no gradient.
         """
         if not self.is_open:
             return False
         runtime, shards = self._begun(), self._groups[index].shards()
-        if vector.numel() != sum(shard.row for shard in shards):
+        self._announce(index)
+        if not self._fits(index, vector.numel(), vector.dtype):
+            self._check()
             return False
         self._deliver(shards, vector)
         if not runtime.synchronises or operation not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):

@@ -47,6 +47,7 @@ class ShardBuffer(RowBuffer):
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(numel, device)
         self._sent: Future[Outcome] | None = None
+        self._check: Callable[[], object] = lambda: None
         self._finish: Callable[[], object] | None = None
         self._free: torch.cuda.Event | None = None
         self._filled: torch.cuda.Stream | None = None
@@ -60,20 +61,23 @@ class ShardBuffer(RowBuffer):
             self._free.wait()
         return super().rows(numel, dtype)
 
-    def filled(self) -> AbstractContextManager[object]:
-        """A context of the stream that copies gradients into the memory, for what waits for them. FSDP's own stream,
-        in which it asks for the reduction, waits for earlier results as well."""
+    def filled(self, vector: torch.Tensor) -> AbstractContextManager[object]:
+        """A context of the stream in which a vector was filled with gradients, for what waits for them: that in which
+        FSDP copied them into this memory, and the current one for memory of its own. FSDP's own stream, in which it
+        asks for the reduction, waits for earlier results as well."""
         divides = torch.float16 in self._memory  # FSDP divides such gradients in its own stream
-        return contextlib.nullcontext() if self._filled is None or divides else torch.cuda.stream(self._filled)
+        is_here = self._filled is None or divides or not self.holds(vector)
+        return contextlib.nullcontext() if is_here else torch.cuda.stream(self._filled)
 
-    def send(self, sent: Future[Outcome], finish: Callable[[], object]) -> None:
+    def send(self, sent: Future[Outcome], check: Callable[[], object], finish: Callable[[], object]) -> None:
         """Note that the memory is in use.
 
         Args:
             sent: its messages.
+            check: called before they are awaited. It raises if they will never arrive.
             finish: takes the result out of it.
         """
-        self._sent, self._finish = sent, finish
+        self._sent, self._check, self._finish = sent, check, finish
 
     def settle(self) -> None:
         """Wait for what is in the memory, and take the result out of it.
@@ -85,6 +89,7 @@ class ShardBuffer(RowBuffer):
         self._sent = self._finish = None
         if sent is None or finish is None:
             return
+        self._check()
         wait_for([sent])
         finish()
         if self._device.type == "cuda":

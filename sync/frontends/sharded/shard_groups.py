@@ -7,7 +7,7 @@ later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,10 +122,40 @@ class ShardGroup:
     def all_gather(self, comm: Any) -> None:
         self._alive._all_gather_comm = comm
 
+    @property
+    def gathering(self) -> dist.ProcessGroup:
+        """The ranks from which FSDP gathers the parameters now: fewer than all, if it has resharded them so."""
+        found: dist.ProcessGroup = self._alive._all_gather_process_group
+        return found
+
+    @property
+    def gathered(self) -> torch.Tensor | None:
+        """What FSDP has gathered of the parameters, or is gathering, until it copies that out or gives it up."""
+        result = None if (group := self._group()) is None else group._all_gather_result
+        return None if result is None else result.all_gather_output
+
+    def before_reductions(self, call: Callable[[], object]) -> None:
+        """Call a function each time before FSDP looks which gradients there are, to reduce them, until
+        :meth:`restore`."""
+        weak = self._group
+
+        def post_backward(*arguments: Any) -> None:
+            call()
+            if (group := weak()) is not None:
+                type(group).post_backward(group, *arguments)
+
+        self._alive.post_backward = post_backward
+
+    def used(self) -> list[bool]:
+        """Whether each of its parameters has a gradient that FSDP would reduce now."""
+        fills = getattr(self._alive, "reduce_scatter_unused_params", False)
+        return [_has_gradient(each, fills) for each in self._alive.fsdp_params]
+
     def restore(self) -> None:
         """Give FSDP back what stand-ins have taken the place of: its collectives, its group of replicas."""
-        if self._group() is None:
+        if (group := self._group()) is None:
             return
+        vars(group).pop("post_backward", None)
         for name in ("reduce_scatter", "all_gather", *(("replicas",) if self.is_replicated else ())):
             setattr(self, name, getattr(getattr(self, name), "inner", getattr(self, name)))
 
@@ -133,6 +163,18 @@ class ShardGroup:
     def averages_now(self) -> bool:
         """Whether the next backward averages gradients of all ranks."""
         return bool(self._alive.reduce_grads and (self._alive.all_reduce_grads or not self.is_replicated))
+
+    @property
+    def gathered_in(self) -> torch.dtype:
+        """The dtype in which FSDP gathers its parameters."""
+        found: torch.dtype = self._alive.mp_policy.param_dtype or self._alive.fsdp_params[0].sharded_param.dtype
+        return found
+
+    @property
+    def reduced_in(self) -> torch.dtype:
+        """The dtype in which FSDP reduces its gradients."""
+        found: torch.dtype = self._alive.mp_policy.reduce_dtype or self.gathered_in
+        return found
 
     def leaves_alone(self, reduced: torch.Tensor) -> bool:
         """Whether FSDP only makes views of the reduced gradients before backward ends.
@@ -202,6 +244,15 @@ class ShardGroup:
         """The shape of each shard, by the name of its parameter."""
         pairs = zip(self._names, self._alive.fsdp_params, strict=True)
         return {name: each.sharded_size for name, each in pairs}
+
+
+def _has_gradient(parameter: Any, fills: bool) -> bool:
+    """Whether FSDP has a gradient of one of its parameters, or takes zeros for it."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return False
+    if parameter.unsharded_accumulated_grad is not None or parameter.unsharded_param.grad is not None:
+        return True
+    return fills and bool(parameter.unsharded_param.requires_grad)
 
 
 def shard_groups(model: torch.nn.Module) -> list[ShardGroup]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from gckernels.codec import GRAD_DTYPES
+
 from ...plans.arguments import plain_name
 from ...plans.plan import Plan, PlanError
 from ...programs.named import REDUCE_SCATTER_OF_LEVELS, SHARDS_OF_LEVELS
@@ -49,7 +51,32 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     refuse_sparse_parameters("attach", model, parameters)
     refuse_steps_in_backward("attach", parameters)
     refuse_claimed("attach", parameters)
-    return fitting(request, parameters)
+    plan, texts = fitting(request, parameters)
+    _warn_of_dtypes(groups, plan)
+    return plan, texts
+
+
+def _warn_of_dtypes(groups: Sequence[ShardGroup], plan: Plan) -> None:
+    """Warn of parameters for which a plan is in vain, as FSDP sends them in a dtype that no compressor takes."""
+    planned = {unit.parameter for unit in plan.units if not unit.in_place}
+    for group in groups:
+        names = sorted(planned.intersection(group.names))
+        if names and group.reduced_in not in GRAD_DTYPES:
+            _warn("reduces gradients", group.reduced_in, names)
+            break
+    for group in groups if plan.weights is not None else ():
+        if group.gathered_in not in GRAD_DTYPES:
+            _warn("gathers parameters", group.gathered_in, group.names)
+            break
+
+
+def _warn(does: str, dtype: torch.dtype, names: Sequence[str]) -> None:
+    has, take = (listed(str(each).removeprefix("torch.") for each in some) for some in ((dtype,), GRAD_DTYPES))
+    warnings.warn(
+        f"attach: FSDP {does} in {has}, and compressors take {take}; {names[0]}, and all others that are sent so, are "
+        "left to FSDP as they are; see the mp_policy of fully_shard",
+        stacklevel=2,
+    )
 
 
 def refuse_unusual_shards(caller: str, groups: Sequence[ShardGroup]) -> None:

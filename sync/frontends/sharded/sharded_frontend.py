@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from gckernels.codec import GRAD_DTYPES
+
 from ...communication.groups import group_of
 from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
@@ -29,6 +31,7 @@ from ...programs.lanes import SHARD_BUFFERS
 from ..checks.hooks import weakly
 from ..frontend import Before, ModelFrontend
 from ..request import Request
+from .announcements import Announcements
 from .shard_buffers import ShardBuffer
 from .shard_groups import Shard, ShardGroup, shard_groups
 from .sharded_checks import checked_plan, fitting
@@ -62,6 +65,11 @@ class ShardedFrontend(ModelFrontend):
         return shard_groups(model)[0].averaging
 
     @staticmethod
+    def served(model: torch.nn.Module) -> set[str]:
+        """The names of the parameters whose gradients FSDP reduces over these ranks: not of those that it ignores."""
+        return {name for group in shard_groups(model) for name in group.names}
+
+    @staticmethod
     def groups(model: torch.nn.Module, _: object, /) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         if not (found := shard_groups(model)):  # which is refused later
             return ModelFrontend.groups(model, None)
@@ -76,14 +84,32 @@ class ShardedFrontend(ModelFrontend):
         self._row_numels = [sum(group.rows()) for group in self._groups]
         largest = max(self._row_numels, default=0) * self._rows_of_bucket
         self._buffers = [ShardBuffer(largest, self.device) for _ in range(SHARD_BUFFERS)]
+        self._used: dict[int, list[bool]] = {}  # which parameters of each group have a gradient
+        self._announcements: Announcements | None = None
         self._take(self.new_runtime(plan), {})
+        if self.device.type == "cpu" and dist.get_world_size(request.group) > 1:
+            try:
+                self._announcements = Announcements(request.group, self._groups)
+            except BaseException:
+                self.runtime.close()
+                raise
+
+    def close(self) -> None:
+        super().close()
+        if self._announcements is not None:
+            self._announcements.close()
 
     def register(self) -> list[torch.nn.Module]:
         model = self._model()
         assert model is not None
         for index, group in enumerate(self._groups):
             self._stand_in(index, group)
+            group.before_reductions(functools.partial(weakly(self._look), index))
         return [model]
+
+    def _look(self, index: int) -> None:
+        """Note which parameters of a group have a gradient."""
+        self._used[index] = self._groups[index].used()
 
     @abstractmethod
     def _stand_in(self, index: int, group: ShardGroup) -> None:
@@ -162,6 +188,45 @@ class ShardedFrontend(ModelFrontend):
             Variable._execution_engine.queue_callback(weakly(self._end_backward))
         return runtime
 
+    def _fits(self, index: int, numel: int, dtype: torch.dtype) -> bool:
+        """Whether compressors take the gradients of a group, and all of its parameters that are not frozen have one.
+
+        Args:
+            index: the number of the group.
+            numel: the elements of the vector that FSDP reduces.
+            dtype: its dtype.
+        """
+        rows = sum(shard.row for shard in self._groups[index].shards())
+        return dtype in GRAD_DTYPES and numel == self._rows_of_bucket * rows
+
+    def _announce(self, index: int) -> None:
+        """Tell the other ranks that this one reduces a group now, if the runtime sends gradients."""
+        if self._announcements is not None and self.runtime.synchronises:
+            self._announcements.say(index, self._used[index])
+
+    def _check(self, number: int | None = None) -> None:
+        """Wait until all ranks have announced what this rank has announced, at most up to a number.
+
+        Raises:
+            RuntimeError: some have announced something else.
+        """
+        if self._announcements is None:
+            return
+        try:
+            self._announcements.check(self._announced if number is None else number)
+        except RuntimeError as error:
+            self._fail(error)
+            raise
+
+    @property
+    def _announced(self) -> int:
+        """The number of the last announcement."""
+        return 0 if self._announcements is None else self._announcements.said
+
+    def _fail(self, error: RuntimeError) -> None:
+        """Let nothing be sent any more, and nothing be awaited that ranks will not send."""
+        self.runtime.fail(error)
+
     def _buffer_of(self, index: int) -> ShardBuffer:
         """The memory in which the gradients of a group travel."""
         return self._buffers[index % SHARD_BUFFERS]
@@ -175,7 +240,8 @@ class ShardedFrontend(ModelFrontend):
             take: takes the result out of the memory.
         """
         messages = self._bucket(index, gradients).messages.now()
-        self._buffer_of(index).send(self.runtime.submit(messages, gradients), take)
+        check = functools.partial(self._check, self._announced)
+        self._buffer_of(index).send(self.runtime.submit(messages, gradients), check, take)
 
     def _finish(self, index: int, result: torch.Tensor) -> None:
         """Wait for the result of a group, unless it may come later."""

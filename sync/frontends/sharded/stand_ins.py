@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 Room = Callable[[int, torch.dtype], torch.Tensor | None]
 """A function that returns memory for a collective, ``[numel]`` of a dtype; ``None`` for that of FSDP."""
@@ -64,7 +65,14 @@ class ReplicaGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
         operation = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         operation = getattr(operation, "op", operation)  # its kind, without the factor that some have
-        if not self._average(tensors[0], operation):
+        try:
+            is_averaged = self._average(tensors[0], operation)
+        except BaseException:
+            # torch's log of an error tells the backend and the rank, and fails itself for a group that it does not know
+            _world.pg_map[self] = _world.pg_map[self.inner]
+            _world.pg_group_ranks[self] = _world.pg_group_ranks[self.inner]
+            raise
+        if not is_averaged:
             return self.inner.allreduce(tensors) if opts is None else self.inner.allreduce(tensors, opts)
         return None
 

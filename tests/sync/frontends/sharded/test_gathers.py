@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gckernels import BlockQuant, Cast16, from_spec, sync
-from gckernels.sync.frontends.sharded.gathers import Gathers
 from gckernels.sync.messages.gathers import GatheredParameter, payload_nbytes
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, Setting, adamw, digest, fsdp_modules, model_of, split, train
@@ -207,30 +206,6 @@ def filled_in() -> list[str]:
 
 def test_a_plan_with_weights_of_its_own_keeps_them():
     assert values_of(run_ranks(2, filled_in)) == [["BlockQuant", "BlockQuant", "Cast16", "BlockQuant"]] * 2
-
-
-def given_up() -> list[bool]:
-    """Whether each of two gathers, the first of which nobody waits for, brings the rows of all ranks."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    assert group is not None
-    gathers = Gathers(group, torch.device("cpu"), [64])
-    gathers.encode([[GatheredParameter("a", 0, 64, BlockQuant())]])
-    found = []
-    for step in range(2):
-        rows = gathers.room(0, 128, torch.float32)
-        assert rows is not None
-        rows.view(2, 64)[rank] = float(10 * step + rank)
-        work = gathers.gather(0, rows, group)
-        assert work is not None
-        if step:
-            work.wait()
-            found = [bool((row == 10 * step + owner).all()) for owner, row in enumerate(rows.view(2, 64))]
-    gathers.close()
-    return found
-
-
-def test_a_gather_that_nobody_waits_for_keeps_its_memory():
-    assert values_of(run_ranks(2, given_up)) == [[True, True]] * 2
 
 
 def test_payloads_are_those_of_each_parameter():
