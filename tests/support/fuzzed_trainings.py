@@ -423,7 +423,7 @@ def fuzzed(seed: int, kind: str | None = None) -> dict[str, int]:
 
 def run(seed: int, kind: str | None = None) -> dict[str, int]:
     """Train on two ranks, or with every fourth seed on three; with a ``kind`` of model, ``"ddp"`` or ``"module"``."""
-    return values_of(run_ranks(3 if seed % 4 == 3 else 2, fuzzed, seed, kind))[0]
+    return values_of(run_ranks(3 if seed % 4 == 3 else 2, fuzzed, seed, kind, timeout_s=600))[0]
 
 
 def main() -> int:

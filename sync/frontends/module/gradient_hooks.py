@@ -43,7 +43,6 @@ class GradientHook:
         self._handle.remove()
         self._leave_node()
 
-    @torch.compiler.disable
     def __call__(self, gradient: torch.Tensor | None) -> None:
         """Get to the node that runs now. The gradient has not been accumulated yet.
 
