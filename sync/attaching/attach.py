@@ -60,12 +60,15 @@ def attach(
 
     **A bare module** needs no wrapper. Its parameters and buffers become those of rank 0. Nothing else changes in the
     training: when ``backward`` returns, ``.grad`` holds the mean on every rank, and clipping, gradient scalers and any
-    number of optimizers work on it. ``.grad`` is a view of memory that the attachment keeps, so ``zero_grad`` is
-    cheapest with ``set_to_none=False``. The first step is averaged without compression. The same plan gives the same
-    gradients as with DDP, if the model is attached before its first step, and with ``start_step=1`` where parameters
-    can be unused. Buffers such as those of batch norm are not synchronised later on. Parameters may be frozen and
-    thawed between steps, the same ones on all ranks; frozen ones cost nothing. If parameters come into the model later,
-    backward or the optimizer's step says so, and the model can be attached again.
+    number of optimizers work on it. ``.grad`` is a view of memory that the attachment keeps: the next backward writes
+    into it, also if ``.grad`` was set to ``None`` meanwhile, so clone gradients that are needed after that.
+    ``zero_grad`` is cheapest with ``set_to_none=False``. Hooks of parameters change gradients before they are averaged,
+    whenever the hooks were registered. Compiled autograd is refused. The first step is averaged without compression.
+    The same plan gives the same gradients as with DDP, if the model is attached before its first step, and with
+    ``start_step=1`` where parameters can be unused. Buffers such as those of batch norm are not synchronised later on.
+    Parameters may be frozen and thawed between steps, the same ones on all ranks; frozen ones cost nothing. A backward
+    that has failed after some gradients had come is an error in the next one, until the model is attached again. If
+    parameters come into the model later, backward or the optimizer's step says so, and the model can be attached again.
 
     **A model of** ``fully_shard`` **or** ``replicate`` stays as FSDP2 has made it. With replicas, the average over
     these is compressed, and that of the shards is not; without replicas, the reduction to shards is. Its steps are
@@ -108,10 +111,10 @@ def attach(
         bucket_cap_mb: for a bare module, MiB of gradients that are launched together, and that share their collectives
             if their programs are the same; by default 25. A plan that has launches says this itself, and so does one
             that is found.
-        find_unused_parameters: for a bare module, gradients may be missing when backward ends. If no rank has a
-            gradient, ``.grad`` is left as it is; else it becomes the mean, as if missing ones were zero. Costs a small
-            collective per step. Without it a step in which a gradient is missing does not end, and the next one says
-            so.
+        find_unused_parameters: for a bare module, gradients may be missing when backward ends. If no rank has used a
+            parameter, its ``.grad`` is left as it is; else that becomes the mean of what ranks have in ``.grad``, as if
+            missing ones were zero. Costs a small collective per step. Without it a step in which a gradient is missing
+            does not end, and the optimizer or the next backward says so.
 
     Returns:
         The attachment. It has the residuals for checkpoints and the bytes that were sent; ``close`` ends it.

@@ -29,7 +29,7 @@ from ..programs.steps import Place
 from ..resources.lanes import DeviceLanes
 from ..resources.memory_spaces import Allocate, BufferArena
 from ..resources.residual import Residual, multiply
-from ..resources.workers import Token
+from ..resources.workers import Token, Work
 from .compilation import compile_host
 from .engine import Engine
 from .failures import FailedBucket, Failures, Outcome
@@ -219,6 +219,8 @@ class Runtime(RuntimeState):
             return
         milestone = self.milestone
         compresses = milestone not in (None, _DRAINS)
+        if milestone == _DRAINS:
+            self._settle()  # what shards hold is added at once
         self.watch.begin_step(compresses)
         self._beginning = self._renew(self._engine, milestone is not None)
         if compresses:
@@ -291,9 +293,13 @@ class Runtime(RuntimeState):
         """Queue the work by which residuals are copied, follow the gradient scaler, or become what they were before a
         step that does not count; encoding must wait for the returned tokens."""
         self.changed_residuals = has_residuals
-        if self._copies is None:
+        lanes, works = engine.lanes, list[tuple[Place, Work]]()
+        if self._copies is not None:
+            works = self._copies.begin(has_residuals)
+        elif self._thrown and has_residuals:
+            works = [(self._place_of(each), each.zero) for each in self._thrown_away()]
+        if not works:
             return []
-        works, lanes = self._copies.begin(has_residuals), engine.lanes
         start = lanes.here()
         return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for place, work in works]
 
@@ -305,11 +311,13 @@ class Runtime(RuntimeState):
         for kind, key, residual in self._feedback.items() if self._decays else ():
             unit = units[key]
             if kind in ENCODINGS and unit.feedback != 1 and unit.encoder(kind).traits.conserves:
-                place = Place.DEVICE if residual.tensor.device.type == self.device.type else Place.HOST
-                errors.setdefault((place, unit.feedback), []).append(residual)
+                errors.setdefault((self._place_of(residual), unit.feedback), []).append(residual)
         start, lanes = engine.lanes.here(), engine.lanes
         works = {key: functools.partial(multiply, each, key[1]) for key, each in errors.items()}
         return [lanes.lane(_COMPUTES[place], 0).submit(work, (start,)) for (place, _), work in works.items()]
+
+    def _place_of(self, residual: Residual) -> Place:
+        return Place.DEVICE if residual.tensor.device.type == self.device.type else Place.HOST
 
     @property
     def problem(self) -> RuntimeError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from ..messages.seeds import Seeds
 from ..plans.plan import Plan, UnitPlan
+from ..programs.residuals import ENCODINGS
 from ..resources.feedback import KINDS, Feedback
 from ..resources.memory_spaces import Places
+from ..resources.residual import Residual
 from ..states.dcp_guard import Refusal
 from ..states.layout import residual_sizes
 from ..states.unsent import Kept, carried, unsent, unsent_by_parameter
@@ -43,6 +45,7 @@ class RuntimeState:
         self._copies: StepCopies | None = None
         self._engine: Engine | None = None
         self._begun: set[str] = set()  # units that have been compressed, the same on all ranks
+        self._thrown: set[str] = set()  # units whose last gradient was thrown away
 
     @property
     def next_step(self) -> int:
@@ -59,6 +62,7 @@ class RuntimeState:
         """
         if self._engine is not None and self._engine.lanes.error is not None:
             self._engine.lanes.settle()
+        self._settle()
         feedback = self._feedback.state_dict(device)
         if self._copies is not None:
             self._copies.unscale(feedback)
@@ -112,6 +116,23 @@ class RuntimeState:
         self._drop()
         return True
 
+    def throw_away(self, keys: Collection[str]) -> None:
+        """Let the last step not count for some units. Their residuals become what they were before it, when the next
+        step begins; without copies of these, they are dropped. Factors, which all ranks share, stay."""
+        if self._copies is not None:
+            self._copies.throw_away(keys)
+        else:
+            self._thrown.update(keys)
+
+    def _thrown_away(self) -> list[Residual]:
+        """The residuals of units whose gradients were thrown away, once."""
+        keys, self._thrown = self._thrown, set()
+        return [residual for kind, key, residual in self._feedback.items() if key in keys and kind in ENCODINGS]
+
+    def _settle(self) -> None:
+        for residual in self._thrown_away() if self._thrown else ():
+            residual.zero()
+
     def _drop(self) -> None:
         self._feedback.load_state_dict({kind: {} for kind in KINDS})
         if self._copies is not None:
@@ -125,6 +146,7 @@ class RuntimeState:
             return [False] * len(units), False
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        self._settle()
         now = [self._holds(unit, self._feedback.get) for unit in units]
         if copies is None:
             return now, False
@@ -162,6 +184,7 @@ class RuntimeState:
             ValueError: they are of a plan with other units or compressors. Nothing has been changed.
         """
         resharding = importlib.import_module("..states.resharding", __package__)
+        self._settle()
         feedback = resharding.reshard(job, self.plan, self.topology, self.rank)
         if self._engine is None:
             if job.has_unsent:

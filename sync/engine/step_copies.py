@@ -14,7 +14,7 @@ scale, and knows only in some cases that a scaler has not skipped a step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..plans.plan import Plan
+from ..programs.residuals import ENCODINGS
 from ..programs.steps import Place
 from ..resources.feedback import Feedback
 from ..resources.residual import Residual, multiply
@@ -58,6 +59,7 @@ class StepCopies:
         self._copies: dict[tuple[str, str], _Copy] = {}  # by kind and unit, from before the last step
         self._follows_step = False  # the last step had residuals, and may have been skipped or discarded
         self._discarded: torch.Tensor | None = None  # true, if it has been discarded
+        self._thrown: set[str] = set()  # units for which it does not count
         # units in optimizer steps since the last begin: a tensor that is not zero if the step is skipped, or None
         self._made: dict[str, torch.Tensor | None] = {}
         self._in_use: Any = None  # not to be freed until streams have used it
@@ -96,6 +98,11 @@ class StepCopies:
         if self._follows_step:
             self._discarded = torch.ones((), dtype=torch.bool, device=self._device)
 
+    def throw_away(self, keys: Collection[str]) -> None:
+        """Let the last step not count for the residuals of some units."""
+        if self._follows_step:
+            self._thrown.update(keys)
+
     # ---------------------------------------------------------------- begin of a step
 
     @torch.no_grad()
@@ -113,7 +120,7 @@ class StepCopies:
             tensor = residual.tensor
             if (kind, name) not in self._copies:  # new in the last step, when it began with zeros, or loaded
                 self._copies[kind, name] = _Copy(residual.with_tensor(torch.zeros_like(tensor)), self._scale)
-            copy, skipped = self._copies[kind, name], skipped_of(name)
+            copy, skipped = self._copies[kind, name], skipped_of(kind, name)
             copy.residual.change(tensor.device, residual.form)  # a loaded one gets its form when it is encoded
             alike = id(skipped), id(copy.scale), tensor.dtype, tensor.device
             groups.setdefault(alike, []).append((residual, copy, skipped))
@@ -131,17 +138,25 @@ class StepCopies:
             )
             renewals.append((Place.DEVICE if memory.type == self._device.type else Place.HOST, renewal))
         self._scale, self._follows_step, self._discarded, self._made = scale, has_residuals, None, {}
+        self._thrown.clear()
         self._in_use = renewals
         return [(place, renewal.run) for place, renewal in renewals]
 
-    def _read_scale(self) -> tuple[torch.Tensor, Callable[[str], torch.Tensor | None]]:
-        """The current scale, and a function from the key of a unit to whether its last step does not count.
+    def _read_scale(self) -> tuple[torch.Tensor, Callable[[str, str], torch.Tensor | None]]:
+        """The current scale, and a function from the kind of a residual or factor and the key of its unit to whether
+        the last step does not count for it.
 
         The function returns a bool tensor, or ``None`` if the step certainly counts. For a unit that was in no
         optimizer step, a lower scale than before means that the step was skipped.
         """
+        thrown = torch.ones((), dtype=torch.bool, device=self._device) if self._thrown else None
+        keys = set(self._thrown)
+
+        def thrown_of(kind: str, name: str) -> torch.Tensor | None:
+            return thrown if name in keys and kind in ENCODINGS else self._discarded
+
         if self._scaler is None:
-            return self._scale, lambda name: self._discarded
+            return self._scale, thrown_of
         scale = self._scaler._get_scale_async()
         if scale is None:  # no loss has been scaled
             scale = self._scale
@@ -150,9 +165,9 @@ class StepCopies:
         decreased = scale < self._scale
         found_inf = {id(skips): skips.to(self._device) > 0 for skips in self._made.values() if skips is not None}
 
-        def skipped_of(name: str) -> torch.Tensor | None:
-            if self._discarded is not None or not self._follows_step:
-                return self._discarded
+        def skipped_of(kind: str, name: str) -> torch.Tensor | None:
+            if (skipped := thrown_of(kind, name)) is not None or not self._follows_step:
+                return skipped
             return found_inf.get(id(self._made[name])) if name in self._made else decreased
 
         # a scale of zero has scaled no gradient, and would erase the residuals
@@ -172,7 +187,7 @@ class StepCopies:
         _, skipped_of = self._read_scale()
         for kind, tensors in state.items():
             for name, values in tensors.items():
-                skipped, memory = skipped_of(name), values.device
+                skipped, memory = skipped_of(kind, name), values.device
                 values.div_(self._scale.to(memory))
                 if skipped is not None:
                     copy = self._copies.get((kind, name))
@@ -185,6 +200,7 @@ class StepCopies:
         """Forget scale and copies, because the residuals have been loaded: those of a state are not scaled."""
         self._scale = torch.ones_like(self._scale)
         self._follows_step, self._discarded = False, None
+        self._thrown.clear()
         self._copies.clear()
 
     def copy(self, kind: str, key: str) -> torch.Tensor | None:

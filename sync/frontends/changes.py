@@ -49,7 +49,9 @@ class PlanChanges:
 
     def __init__(self, frontend: ModelFrontend, parking: Parking) -> None:
         self._frontend, self._parking = frontend, parking
-        self._optimizers = OptimizerWatches(frontend.request.enabled_scaler)
+        self._optimizers = OptimizerWatches(
+            frontend.request.enabled_scaler, lambda keys: frontend.runtime.throw_away(keys)
+        )
         self._watch()
         self._has_dropped = False  # a discarded step has dropped residuals
         self._following: Runtime | None = None

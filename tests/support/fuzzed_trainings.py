@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import model_uses
 from gckernels import sync
@@ -58,14 +59,23 @@ class Net(nn.Module):
         self.branch = nn.Linear(12, 30) if is_branched else None
         self.frozen = nn.Linear(12, 20)
         self.returns_parameter = returns_parameter
+        self.recomputes = self.fails = False  # by reentrant checkpoints; in backward, after some gradients
 
     def forward(self, x: torch.Tensor, uses_branch: bool) -> dict[str, Any]:
-        hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
-        hidden = self.again(torch.tanh(self.tied(hidden))) * self.scale
+        hidden = self.part(lambda inputs: torch.tanh(self.second(inputs)), torch.tanh(self.first(x)))
+        hidden = _Fails.apply(hidden) if self.fails else hidden
+        hidden = self.part(lambda inputs: self.again(torch.tanh(self.tied(inputs))) * self.scale, hidden)
         loss = hidden.square().mean() + self.frozen(x).square().mean()
         if self.branch is not None and uses_branch:
-            loss = loss + self.branch(hidden).square().mean()
+            loss = loss + self.part(self.branch, hidden).square().mean()
         return {"loss": loss, "parameter": self.scale if self.returns_parameter else None}
+
+    def part(self, layers: Callable[[torch.Tensor], torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
+        """The output of some layers."""
+        if not (self.recomputes and inputs.requires_grad):
+            return layers(inputs)
+        output: torch.Tensor = checkpoint(layers, inputs, use_reentrant=True)
+        return output
 
 
 class Failed(Exception):
@@ -77,13 +87,15 @@ class Fuzz:
 
     Args:
         seed: determines everything, the same on all ranks.
+        kind: the kind of model, ``"ddp"`` or ``"module"``; by default the seed determines it.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, kind: str | None = None) -> None:
         self.choose = random.Random(seed)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         choose = self.choose
         self.is_ddp = choose.random() < 0.65
+        self.is_ddp = self.is_ddp if kind is None else kind == "ddp"
         self.is_branched = choose.random() < 0.6
         self.freezes = self.is_branched and choose.random() < 0.4
         torch.manual_seed(seed)
@@ -121,10 +133,11 @@ class Fuzz:
     def patterns(self) -> list[str]:
         """The patterns that this training may have, the usual one most often."""
         found = ["plain"] * 6 + ["evaluation", "accumulation", "penalty", "failed forward", "failed backward"]
-        if self.is_ddp:
-            found += ["kept", "no_sync between"]
+        found += ["kept", "no_sync between", "by hand"]
+        if not self.is_ddp:
+            found += ["recomputed"]
         if self.freezes:
-            found += ["freeze", "thaw"]
+            found += ["freeze", "thaw", "freeze between"]
         return found
 
     def run(self, pattern: str, model: Any, apart: Callable[[], Any], data: list[tuple[torch.Tensor, bool]]) -> None:
@@ -155,7 +168,20 @@ class Fuzz:
                 model(*data[1])
             loss.backward()
             return
+        elif pattern == "by hand":
+            module = getattr(model, "module", model)
+            parameters = [each for each in module.parameters() if each.requires_grad]
+            gradients = torch.autograd.grad(module(*data[1])["loss"], parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+        elif pattern == "freeze between":
+            with apart():
+                model(*data[1])["loss"].backward()
+            getattr(model, "module", model).frozen.requires_grad_(False)
+        elif pattern == "recomputed":
+            self.module.recomputes = model is self.module
         loss = model(*data[0])["loss"]
+        self.module.recomputes = False
         if pattern == "failed backward":
             loss = _Fails.apply(loss)
         loss.backward()
@@ -169,6 +195,44 @@ class Fuzz:
 
     # ---------------------------------------------------------------- steps
 
+    def hook(self) -> None:
+        """Register a hook that changes gradients of a parameter, on each rank in another way."""
+        name, kind = self.choose.choice(sorted(self.given)), self.choose.randrange(3)
+
+        def add(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            if kind:
+                parameter.grad += 0.01 * (self.rank + 1)
+            else:
+                parameter.grad = parameter.grad + 0.01 * (self.rank + 1)
+
+        for module in (self.module, self.shadow.module):
+            parameter = module.get_parameter(name)
+            if not parameter.requires_grad:
+                continue
+            if kind == 2:
+                parameter.register_hook(lambda gradient: gradient + 0.01 * (self.rank + 1))
+            else:
+                parameter.register_post_accumulate_grad_hook(add)
+
+    def fail(self, handle: Any) -> Any:
+        """Fail in a backward, after some gradients, and attach again. Returns the handle that goes on."""
+        state, self.module.fails = handle.state_dict(), True
+        data = torch.randn(4, 12, generator=self.batches), self.choose.random() < 0.5
+        for fails, expected in ((True, Failed), (False, RuntimeError)):
+            self.module.fails = fails
+            try:
+                self.model(*data)["loss"].backward()
+            except expected as error:
+                assert fails or "has failed" in str(error), error
+            else:
+                raise AssertionError(f"nothing was raised by a backward that fails: {fails}")
+        handle.close()
+        self.module.zero_grad()
+        handle = self.attach()
+        handle.load_state_dict(state)
+        return handle
+
     def step(self, handle: Any) -> None:
         """A step in a random pattern, and its checks."""
         pattern = self.choose.choice(self.patterns())
@@ -177,9 +241,12 @@ class Fuzz:
         if pattern in ("freeze", "thaw"):
             for each in (self.module, self.shadow.module):
                 each.frozen.requires_grad_(pattern == "thaw")
+        if pattern in ("freeze", "thaw", "freeze between"):
             self.lost |= {name for name in self.given if name.startswith("frozen")}
         context = self.choose.random()
         data = [self.inputs() for _ in range(3)]
+        if pattern == "by hand":  # of a parameter that no rank uses each keeps its own
+            data[0] = data[0][0], self.rank == 0
         self.log.append(f"{pattern} {policy_of(handle)} {'changing' if handle.is_changing else ''}")
         self.counts[pattern] += 1
         self.copy_parameters()
@@ -193,7 +260,7 @@ class Fuzz:
         except Failed:
             self.has_failed = True
             return
-        self.compare(pattern, compares)
+        self.compare(pattern, compares and (pattern != "kept" or _is_plain(handle)))  # the plan may change in between
         if is_exact or (self.discards and context > 0.9 and pattern != "kept"):
             self.counts["exact" if is_exact else "discarded"] += 1
             if not is_exact:
@@ -243,8 +310,8 @@ class Fuzz:
 
     def between(self, handle: Any) -> Any:
         """Something that a training does between two steps. Returns the handle that goes on."""
-        event = self.choose.choice(["check", "check", "state", "copy", "again", "change", *["use"] * 4])
-        if event in ("state", "again") and self.is_ddp and not self.module.frozen.weight.requires_grad:
+        event = self.choose.choice(["check", "check", "state", "copy", "again", "change", "hook", "fail", *["use"] * 4])
+        if event in ("state", "again", "change") and self.is_ddp and not self.module.frozen.weight.requires_grad:
             return handle  # attach takes no DDP model with parameters that were frozen since it was made
         if event == "check":
             self.check(handle)
@@ -263,6 +330,10 @@ class Fuzz:
             del copied
         elif event == "use":
             event = self.use()
+        elif event == "hook":
+            self.hook()
+        elif event == "fail" and not self.is_ddp:  # after which DDP must be wrapped anew
+            handle = self.fail(handle)
         elif event == "again" and _is_plain(handle) and not handle.is_changing:
             handle.close()
             handle = self.attach()
@@ -335,13 +406,13 @@ def _quick() -> Iterator[None]:
         yield
 
 
-def fuzzed(seed: int) -> dict[str, int]:
+def fuzzed(seed: int, kind: str | None = None) -> dict[str, int]:
     """Counts of what a training has done. Runs in every rank.
 
     Raises:
         AssertionError: something was wrong; the message has the last steps.
     """
-    fuzz = Fuzz(seed)
+    fuzz = Fuzz(seed, kind)
     try:
         with _quick():
             return dict(fuzz.train())
@@ -350,21 +421,22 @@ def fuzzed(seed: int) -> dict[str, int]:
         raise AssertionError(f"seed {seed} ({what}): {error!r} after {fuzz.log[-12:]}") from error
 
 
-def run(seed: int) -> dict[str, int]:
-    """Train on two ranks, or with every fourth seed on three."""
-    return values_of(run_ranks(3 if seed % 4 == 3 else 2, fuzzed, seed))[0]
+def run(seed: int, kind: str | None = None) -> dict[str, int]:
+    """Train on two ranks, or with every fourth seed on three; with a ``kind`` of model, ``"ddp"`` or ``"module"``."""
+    return values_of(run_ranks(3 if seed % 4 == 3 else 2, fuzzed, seed, kind, timeout_s=600))[0]
 
 
 def main() -> int:
     """Train with many seeds and print what was done; the exit code is 1 if any training was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=("ddp", "module"), help="by default each seed has its own")
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "STOP"))
     given = parser.parse_args()
     counts: Counter[str] = Counter()
     wrong, began = 0, time.monotonic()
     for seed in range(*given.seeds):
         try:
-            counts.update(run(seed))
+            counts.update(run(seed, given.kind))
             counts["trainings"] += 1
         except AssertionError as error:
             wrong += 1

@@ -45,4 +45,5 @@ def weakly(method: Callable[..., T]) -> Callable[..., T | None]:
     def call(*arguments: Any) -> T | None:
         return None if (bound := weak()) is None else bound(*arguments)
 
+    call.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a hook that goes to no other process
     return call

@@ -146,6 +146,26 @@ def on_accumulated(parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor],
     return handle
 
 
+def on_accumulated_last(
+    parameter: torch.nn.Parameter, hook: Callable[[torch.Tensor], None]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """The handles of a hook as of :func:`on_accumulated` that comes behind all others of its kind, also behind those
+    that are registered later."""
+    handle = on_accumulated(parameter, hook)
+
+    def move_to_end(_: torch.Tensor) -> None:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            hooks[handle.id] = hooks.pop(handle.id)  # torch does not see an order by OrderedDict.move_to_end
+
+    is_frozen = not parameter.requires_grad
+    parameter.requires_grad_(True)
+    move_to_end.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    before: RemovableHandle = parameter.register_hook(move_to_end)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(not is_frozen)
+    return handle, before
+
+
 def sparse(name: str) -> str:
     """The words for a parameter that has a sparse gradient, and what to do."""
     return f"parameter {name} has a sparse gradient, which gckernels cannot send; let its embedding have sparse=False"

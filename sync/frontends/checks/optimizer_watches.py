@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...plans.plan import Plan
 from .hooks import weakly
+from .layer_use import LayerUse
 from .optimizer_checks import (
     groups_with,
     in_a_scaler,
@@ -29,15 +30,26 @@ _THROWN_AWAY = (
 )
 
 
+_SHARED = (
+    "gckernels: the gradients of {} are thrown away before the optimizer's step, and lie in units with others that are "
+    "used. Error feedback keeps a part of them, which later steps apply. Freeze these parameters meanwhile, or give a "
+    "plan in which they are units of their own"
+)
+
+
 class OptimizerWatches:
     """Watches of optimizers, for one plan after the other.
 
     Args:
         scaler: the gradient scaler of the training; ``None`` if there is none.
+        forget: called with keys of units if the last gradients of all their parameters are thrown away.
     """
 
-    def __init__(self, scaler: GradScaler | None) -> None:
-        self._scaler = scaler
+    def __init__(self, scaler: GradScaler | None, forget: Callable[[Collection[str]], None]) -> None:
+        self._scaler, self._forget = scaler, forget
+        self._units: dict[str, frozenset[str]] = {}  # the parameters of units with residuals, by key
+        self._layers: LayerUse | None = None
+        self._has_warned = False
         self._watches: list[Any] = []
         self._use: GradientUse | None = None
 
@@ -51,15 +63,20 @@ class OptimizerWatches:
         self.close()
         momenta: dict[str, str] = {}  # the method, by parameter
         residuals: dict[str, None] = {}
+        self._units = {}
         for unit in plan.units:
             names = [name for name in unit.parameters if name in parameters]
             if unit.compressor.traits.applies_momentum and unit.feedback:
                 momenta |= dict.fromkeys(names, unit.compressor.name)
             if unit.has_residual("worker") and not unit.in_place:
                 residuals |= dict.fromkeys(names)
+                self._units[unit.key] = frozenset(names)
         self._watches.append(warn_of_steps_in_backward(parameters.values()))
         if momenta:
             self._watches.append(warn_of_momentum([parameters[name] for name in momenta], next(iter(momenta.values()))))
+        if residuals:
+            self._layers = LayerUse({name: parameters[name] for name in residuals}, weakly(self._gone))
+            self._watches.append(self._layers)
         if residuals and self._scaler is None:
             watched = [parameters[name] for name in residuals]
             self._use = GradientUse(watched)
@@ -67,19 +84,29 @@ class OptimizerWatches:
 
     def synchronised(self) -> None:
         """Expect an optimizer to use the gradients, which a backward has just synchronised with residuals."""
-        if self._use is not None:
-            self._use.synchronised()
+        for watch in (self._use, self._layers):
+            if watch is not None:
+                watch.synchronised()
 
     def forget_step(self) -> None:
         """Expect nothing of the last gradients."""
-        if self._use is not None:
-            self._use.forget()
+        for watch in (self._use, self._layers):
+            if watch is not None:
+                watch.forget()
 
     def close(self) -> None:
         """End all watches."""
         for watch in self._watches:
             watch.remove()
-        self._watches, self._use = [], None
+        self._watches, self._use, self._layers = [], None, None
+
+    def _gone(self, names: set[str]) -> None:
+        """Forget what residuals hold of gradients that are gone. A unit with gradients that are used keeps all."""
+        self._forget([key for key, parameters in self._units.items() if parameters <= names])
+        shared = {name for parameters in self._units.values() if not parameters <= names for name in parameters & names}
+        if shared and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_SHARED.format(", ".join(sorted(shared))), stacklevel=2)
 
 
 class GradientUse:

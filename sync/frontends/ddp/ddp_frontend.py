@@ -8,6 +8,7 @@ of communication and decoding overlap with the rest of backward and with each ot
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from ...plans.plan import Frontend, Plan
 from ...plans.strides import in_reals
 from ...programs.sizes import allreduce_sent_nbytes
 from ..checks.hooks import weakly
-from ..checks.models import ddp_parameters, on_accumulated, watch_for_sparse_gradients
+from ..checks.models import ddp_parameters, on_accumulated, on_accumulated_last, watch_for_sparse_gradients
 from ..frontend import Before, ModelFrontend, Overlap
 from ..members import Members
 from ..ownership import attached
@@ -67,7 +68,7 @@ class DdpFrontend(ModelFrontend):
         self._step_ends: StepEnds | None = None
         self._wants_steps = self._is_late = False
         self._watches: list[RemovableHandle] = []
-        self._delivers: dict[str, RemovableHandle] = {}
+        self._delivers: dict[str, tuple[RemovableHandle, ...]] = {}
         self._used: set[int] | None = None  # ids of used parameters so far, if a step may leave some unused
         self._numbers: dict[str, int] = {}  # by unit, the number of its parameter
         self._take(self._new_buckets(self.new_runtime(plan)))
@@ -96,7 +97,7 @@ class DdpFrontend(ModelFrontend):
 
     def close(self) -> None:
         super().close()
-        for handle in (*self._watches, *self._delivers.values()):
+        for handle in itertools.chain(self._watches, *self._delivers.values()):
             handle.remove()
         self._buckets.clear()
 
@@ -339,7 +340,7 @@ class DdpFrontend(ModelFrontend):
         for name in names:
             if name not in self._delivers:
                 deliver = functools.partial(weakly(self._deliver), name)
-                self._delivers[name] = on_accumulated(parameters[name], deliver)
+                self._delivers[name] = on_accumulated_last(parameters[name], deliver)  # what is left is no hook's
 
     def _deliver(self, name: str, parameter: torch.Tensor) -> None:
         self.calls.deliver(name, parameter)

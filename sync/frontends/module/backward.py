@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 
 from ...communication.agreement import named
 from ...engine.failures import Outcome, wait_for
 from ...engine.runtime import Runtime
+from ..checks.hooks import weakly
 from ..frontend import Before
 from ..members import Members, listed
 from ..ownership import refuse_wrapped
 from .buckets import Bucket, Layouts, Slot
+from .passes import NO_TASK, Passes
 
+_FAILED = (
+    "gckernels: a backward has failed after gradients had come ({}), and other ranks may have sent others; close() the "
+    "attachment and attach again on all ranks, or end the training"
+)
 _HAS_GRAPH = (
     "gckernels: backward(create_graph=True) averages gradients, as under DDP, but not their derivatives: averaged "
     "gradients have no graph. Use torch.autograd.grad(..., create_graph=True), and backward for the loss made of it"
@@ -25,7 +31,7 @@ _HAS_GRAPH = (
 
 class Backward:
     """Collects the gradients of each backward pass into buckets, and launches these in an order that is the same on all
-    ranks and in all steps.
+    ranks and in all steps. A step ends with the outermost backward in which the last of its gradients has come.
 
     Args:
         runtime: executes the plan.
@@ -57,6 +63,11 @@ class Backward:
         self._futures: list[torch.futures.Future[Outcome]] = []  # one for each active bucket that has been launched
         self._unused: set[str] = set()  # parameters of the active buckets without a gradient in this step
         self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
+        self._thawed: frozenset[str] = frozenset()  # parameters that were trained in these
+        self._kept: frozenset[str] = frozenset()  # those of them that are frozen, and are averaged in this step
+        self._task = NO_TASK  # the last of these passes
+        self._passes = Passes(weakly(self._end_pass))
+        self._failure = ""  # what nothing can be averaged after
         self._has_begun = False
         self._lay_out()
 
@@ -66,13 +77,14 @@ class Backward:
         return sum(bucket.vector.nbytes for bucket in self.buckets)
 
     def on_gradient(self, name: str) -> None:
-        """Take the gradient of a parameter, which has just been accumulated.
+        """Take the gradient of a parameter, to which a backward has come.
 
         Raises:
             RuntimeError: the gradient cannot be synchronised, or something failed before.
         """
+        self._refuse_failed()
         if self.accumulates_only:
-            self._accumulated.add(name)
+            self._note(name)
         elif torch.is_grad_enabled():
             warnings.warn(_HAS_GRAPH, stacklevel=2)
             with torch.no_grad():
@@ -80,32 +92,55 @@ class Backward:
         else:
             self._take(name)
 
+    def _note(self, name: str) -> None:
+        """Note a gradient that a later backward averages."""
+        if (parameter := self._members.references[name]()) is not None and parameter.grad is not None:
+            self._accumulated.add(name)
+        if (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            self._thawed |= self._members.trained()
+
     def _take(self, name: str) -> None:
         if (problem := self.runtime.problem) is not None:
             raise problem
+        if self._passes.see():
+            self._fail(_FAILED.format(listed(self._came)))
         if not self._active:
             self._begin()
         bucket, slot = self._slots.get(name, (None, None))
         if bucket is None or slot is None or name not in bucket.waiting:
-            error = self._unexpected_error(name)
-            self._abandon()
-            raise error
-        try:
-            self._collect(slot)
-        except RuntimeError:
-            self._abandon()
-            raise
-        slot.hand_out()
-        bucket.waiting.remove(name)
-        if self.before_late is None:
-            self._launch()
-        if not self._find_unused and not any(each.waiting for each in self._active):
-            Variable._execution_engine.queue_callback(self._finish_step)  # when backward ends
+            self._fail(self._unexpected(name))
+        elif slot.grad is not None or not self._find_unused:  # a function may give none
+            try:
+                self._collect(slot)
+            except RuntimeError as error:
+                self._fail(str(error))
+            slot.hand_out()
+            bucket.waiting.remove(name)
+            if self.before_late is None:
+                self._launch()
+
+    def refuse_local(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for gradients that an optimizer would use although they have not been averaged, because a backward has
+        failed, or has left out some.
+
+        Raises:
+            RuntimeError: there are such gradients.
+        """
+        if not (self._active or self._failure) or torch._C._current_graph_task_id() != NO_TASK:
+            return
+        names = self._came if self._active else self._members.references
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        local = [self._members.references[name]() for name in names]
+        if any(id(parameter) in stepped and parameter.grad is not None for parameter in local if parameter is not None):
+            self._refuse_failed()
+            missing = {name for bucket in self._active for name in bucket.waiting}
+            self._fail(_FAILED.format(listed(names)) if self._passes.have_failed else _unfinished(names, missing))
 
     def follow(self, other: Backward) -> None:
         """Continue between two steps where another one ends."""
-        self.accumulates_only, self._has_begun = other.accumulates_only, other._has_begun
-        self._accumulated = other._accumulated
+        self.accumulates_only, self._has_begun, self._failure = other.accumulates_only, other._has_begun, other._failure
+        self._accumulated, self._thawed = other._accumulated, other._thawed
 
     def prepare(self) -> None:
         """Build the messages of the next step."""
@@ -131,21 +166,32 @@ class Backward:
         self._active = self.buckets
         self._unused = {slot.name for bucket in self.buckets for slot in bucket.frozen}
         self.runtime.unused.begin()
-        if self._find_unused:
-            Variable._execution_engine.queue_callback(self._finish_with_unused)
 
     def _lay_out(self) -> None:
-        """Take the buckets for the parameters that are trained now.
+        """Take the buckets for the parameters that are trained now, and those that have been frozen since their
+        gradients were accumulated.
 
         Raises:
             RuntimeError: there are others than the attachment knows.
         """
         trained = self._members.trained()
-        if trained is not self._trained:
+        self._kept = self._frozen_since(trained)
+        if self._kept:
+            trained |= self._kept
+        if trained is not self._trained and trained != self._trained:
             self.buckets, self._trained = self._layouts.of(trained), trained
             self._slots = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
             units = (unit.plan for bucket in self.buckets for unit in bucket.units)
             self._parameters_of = {unit.key: unit.parameters for unit in units}
+
+    def _frozen_since(self, trained: frozenset[str]) -> frozenset[str]:
+        """The parameters that were trained in passes that only accumulated, and are frozen now. Those of which no rank
+        has a gradient are among them only if ranks can ask each other."""
+        if self._thawed <= trained:
+            return frozenset()
+        known = self._members.registered()
+        frozen = {name for name in self._thawed - trained if name in known}
+        return frozenset(name for name in frozen if self._find_unused or known[name].grad is not None)
 
     def _collect(self, slot: Slot) -> None:
         slot.collect(self.runtime.share, all_reduced=self.runtime.is_exact)
@@ -173,46 +219,19 @@ class Backward:
                 self.runtime.end_step()
 
     @torch.no_grad()
-    def _finish_step(self) -> None:
-        self._launch_rest()
-        self._finish()
-        self._restore({name for name in self._slots if name not in self._unused})
-        self._ended()
-
-    def _finish(self) -> None:
-        """Wait for all launched buckets; on a device, let its current stream wait."""
-        futures, self._futures, self._active = self._futures, [], []
-        self._accumulated.clear()
-        wait_for(futures)
-
-    def _abandon(self) -> None:
-        """Let the next gradient begin a new step."""
-        self._futures, self._active = [], []
-
-    def _unexpected_error(self, name: str) -> RuntimeError:
+    def _end_pass(self) -> None:
+        """End the step, unless gradients are still to come in another backward. What parameters without a gradient in
+        this backward have is averaged, too, but if no rank has used a parameter, it stays as it was."""
+        if self._passes.have_failed:
+            self._fail(_FAILED.format(listed(self._came)))
         missing = {name for bucket in self._active for name in bucket.waiting}
-        if self._trained is None or name not in self._trained:
-            return RuntimeError(
-                f"gckernels: the gradient of {name} came, which is frozen or no longer in the model; freeze parameters "
-                "before the forward of a step, or after its backward"
-            )
-        if not missing:
-            return RuntimeError(f"gckernels: the gradient of {name} came again after it had been synchronised")
-        return RuntimeError(
-            f"gckernels: the gradient of {name} came twice in a step in which none came for {listed(missing)}; pass "
-            "find_unused_parameters=True if parameters can be unused"
-        )
-
-    # ---------------------------------------------------------------- unused parameters
-
-    @torch.no_grad()
-    def _finish_with_unused(self) -> None:
-        """End backward: missing gradients count as zero, and parameters that no rank has used are left alone."""
+        if not self._active or not (self._find_unused or missing <= self._kept):
+            return
         slots = [slot for bucket in self._active for slot in bucket.slots if slot.name in bucket.expected]
-        missing = {name for bucket in self._active for name in bucket.waiting}
-        used = [slot.name not in missing or slot.name in self._accumulated for slot in slots]
-        before = {slot.name: slot.take_out() for slot, is_used in zip(slots, used, strict=True) if not is_used}
-        self._unused.update(before)
+        used = [self._is_used(slot, missing) for slot in slots]
+        unused = {slot.name for slot, is_used in zip(slots, used, strict=True) if not is_used}
+        self._unused |= unused
+        before = {slot.name: slot.copy() for slot in slots if slot.name in unused}
         for slot in slots:
             if slot.name in missing:
                 self._collect(slot)
@@ -220,14 +239,60 @@ class Backward:
             bucket.waiting.clear()
         self._launch_rest()
         self._finish()
-        used_by_any = self._used_by_any(used)
-        for slot, is_used in zip(slots, used_by_any, strict=True):
-            if is_used:
+        if self._find_unused:
+            everywhere = zip(slots, self._used_by_any(used), strict=True)
+            unused = {slot.name for slot, is_used in everywhere if not is_used}
+        for slot in slots:
+            if slot.name in unused:
+                slot.restore(before[slot.name])
+            elif slot.name in missing:
                 slot.hand_out()
-            else:
-                slot.grad = before.get(slot.name, slot.grad)
-        self._restore({slot.name for slot, is_used in zip(slots, used_by_any, strict=True) if is_used})
+        self._restore({slot.name for slot in slots} - unused)
         self._ended()
+
+    def _is_used(self, slot: Slot, missing: Collection[str]) -> bool:
+        """Whether this rank has used a parameter since the last step, and its gradient is there."""
+        return slot.name not in missing or (slot.name in self._accumulated and slot.grad is not None)
+
+    def _finish(self) -> None:
+        """Wait for all launched buckets; on a device, let its current stream wait."""
+        futures, self._futures, self._active = self._futures, [], []
+        self._accumulated.clear()
+        self._thawed = frozenset()
+        wait_for(futures)
+
+    @property
+    def _came(self) -> set[str]:
+        """The parameters whose gradients have come in this step."""
+        return {name for bucket in self._active for name in bucket.expected - bucket.waiting}
+
+    def _refuse_failed(self) -> None:
+        if self._failure:
+            raise RuntimeError(self._failure)
+
+    def _fail(self, failure: str) -> NoReturn:
+        """Raise, now and from then on: other ranks may have launched other buckets."""
+        self._failure = failure
+        self._futures, self._active = [], []
+        self._passes.forget()
+        raise RuntimeError(failure)
+
+    def _unexpected(self, name: str) -> str:
+        missing = {name for bucket in self._active for name in bucket.waiting}
+        if self._trained is None or name not in self._trained:
+            return (
+                f"gckernels: the gradient of {name} came, which is frozen or no longer in the model; freeze parameters "
+                "before the forward of a step, or after its backward"
+            )
+        if self._find_unused or not missing:
+            return (
+                f"gckernels: the gradient of {name} came again after it had been synchronised; if reentrant "
+                "checkpoints share it, let them have use_reentrant=False"
+            )
+        return (
+            f"gckernels: the gradient of {name} came twice in a step in which none came for {listed(missing)}; pass "
+            "find_unused_parameters=True if parameters can be unused"
+        )
 
     def _restore(self, used: Collection[str]) -> None:
         """Undo the step for the residuals of units of which no rank has used a parameter."""
@@ -245,3 +310,10 @@ class Backward:
         with named(self.runtime.group, "the comparison of unused parameters", step=self.runtime.step - 1):
             dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.runtime.group)
         return used if all(used) else [bool(flag) for flag in everywhere.tolist()]
+
+
+def _unfinished(came: Collection[str], missing: Collection[str]) -> str:
+    return (
+        f"gckernels: an optimizer would use gradients that are not averaged yet ({listed(came)}), because none came "
+        f"for {listed(missing)}; pass find_unused_parameters=True if parameters can be unused"
+    )

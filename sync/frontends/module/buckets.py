@@ -68,10 +68,15 @@ class Slot:
         if grad is None or not self._has(grad):
             self.grad = self.view.detach()
 
-    def take_out(self) -> torch.Tensor | None:
-        """Take the gradient away from the parameter and return it; a copy if it lies in the bucket."""
-        grad, self.grad = self.grad, None
-        return grad.clone() if grad is not None and self._has(grad) else grad
+    def copy(self) -> torch.Tensor | None:
+        """A copy of the gradient if it lies in the bucket."""
+        grad = self.grad
+        return grad.clone() if grad is not None and self._has(grad) else None
+
+    def restore(self, copy: torch.Tensor | None) -> None:
+        """Let a gradient that lies in the bucket be again what it was."""
+        if copy is not None:
+            self.view.copy_(copy)
 
     def _has(self, grad: torch.Tensor) -> bool:
         """Whether a gradient lies in the bucket, whose memory is nobody else's."""

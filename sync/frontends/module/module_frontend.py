@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.distributed.utils import _sync_module_states
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ...engine.runtime import Runtime
 from ...plans.arguments import differentiable
 from ...plans.buckets import BUCKET_NBYTES
 from ...plans.plan import Frontend, Plan
 from ..checks.hooks import weakly
-from ..checks.models import on_accumulated
 from ..frontend import Before, ModelFrontend
 from ..members import Members
 from ..request import Request
 from .backward import Backward
 from .buckets import BROADCAST_NBYTES, Layouts
+from .gradient_hooks import GradientHook
 from .module_checks import checked_plan, fitting
 
 
@@ -41,13 +40,13 @@ class ModuleFrontend(ModelFrontend):
         super().__init__(model, plan, request)
         self._members = Members(model, differentiable(model.named_parameters()))
         _sync_module_states(model, self.group, BROADCAST_NBYTES, 0, set())
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[GradientHook] = []
         self._take(self._new_backward(self.new_runtime(plan)))
 
     def register(self) -> list[torch.nn.Module]:
         weak = weakref.ref(self)
-        self._hooks = [on_accumulated(each, _hook(weak, name)) for name, each in self.parameters().items()]
-        self._optimizers = register_optimizer_step_pre_hook(weakly(self._members.look_before))
+        self._hooks = [GradientHook(each, _hook(weak, name)) for name, each in self.parameters().items()]
+        self._optimizers = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
         return self.modules
 
     def unregister(self) -> None:
@@ -111,6 +110,11 @@ class ModuleFrontend(ModelFrontend):
     def launch_late(self, before: Before | None) -> None:
         self._backward.before_late = before
 
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Look for gradients that an optimizer would use although nobody has averaged them."""
+        self._members.look_before(optimizer)
+        self._backward.refuse_local(optimizer)
+
     def _end_step(self) -> None:
         self.averaged_nbytes = self._backward.nbytes
         self.calls.end_step(True)
@@ -130,17 +134,19 @@ class ModuleFrontend(ModelFrontend):
             self._backward.accumulates_only = before
 
 
-def _hook(weak: weakref.ref[ModuleFrontend], name: str) -> Callable[[torch.Tensor], None]:
+def _hook(weak: weakref.ref[ModuleFrontend], name: str) -> Callable[[], None]:
     """The hook of a parameter. It refers to nothing that refers to the parameter."""
 
-    def hook(parameter: torch.Tensor) -> None:
+    def hook() -> None:
         frontend = weak()
         if frontend is None or not frontend.is_open:
             raise RuntimeError(
                 f"gckernels: the gradient of {name} is not synchronised any more: the model that was given to attach "
                 "is gone; keep the model, or close() the attachment before"
             )
-        frontend.calls.deliver(name, parameter)
+        parameter = frontend._members.references[name]()
+        if parameter is not None:
+            frontend.calls.deliver(name, parameter)
         frontend._backward.on_gradient(name)
 
     return hook

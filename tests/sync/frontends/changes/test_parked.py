@@ -180,6 +180,28 @@ def test_a_change_ends_while_parameters_are_not_used_and_loses_nothing(front, be
     values_of(run_ranks(2, left, front, before, after))
 
 
+def seen_by_hooks(front: str) -> None:
+    """A hook that is registered when something is parked sees the gradient of the rank alone."""
+    training = Training(front)
+    training.train(3)
+    training.handle.change_plan(training.plan("none"))
+    training.train(_USED_WITHIN, uses=False)
+    assert training.parked
+    weight, seen = training.module.seldom.weight, []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    (mine,) = torch.autograd.grad(training.module(training.steps, True), [weight])
+    training.train()
+    assert not training.parked
+    torch.testing.assert_close(seen, [mine])
+    training.check()
+    training.handle.close()
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_what_was_parked_comes_behind_hooks_that_change_gradients(front):
+    values_of(run_ranks(2, seen_by_hooks, front))
+
+
 def test_parts_of_parameters_and_merged_parameters_are_taken_apart():
     part = UnitPlan("a", 6, EFSignSGD(), ALLGATHER, True, start=2)
     merged = UnitPlan("b", 10, EFSignSGD(), ALLGATHER, True, also=("c",))
