@@ -91,6 +91,10 @@ class Members:
         if used:
             raise self._error(used)
 
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        """The names of those parameters that are known."""
+        return [self._names[id(each)] for each in parameters if self._knows(each)]
+
     def unknown_with_gradients(self, ignored: Collection[str]) -> list[str]:
         """The names of parameters of the model that are not frozen, were not there, and have a gradient.
 
@@ -146,7 +150,7 @@ class Members:
         trained = [each for each in self._now() if each is not None and each.requires_grad]
         return [each for each in trained if not self._knows(each)]
 
-    def _knows(self, parameter: torch.nn.Parameter) -> bool:
+    def _knows(self, parameter: torch.Tensor) -> bool:
         name = self._names.get(id(parameter))
         return name is not None and self.references[name]() is parameter
 

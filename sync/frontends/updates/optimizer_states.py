@@ -52,6 +52,15 @@ def check_optimizer(what: str, state: Any, optimizer: torch.optim.Optimizer) -> 
         raise ValueError(f"state: {what} must be of {type(optimizer).__name__} with the same parameter groups")
 
 
+def check_optimizers(what: str, states: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise a ValueError unless there is a state for each optimizer, with the same parameter groups."""
+    if not isinstance(states, list) or len(states) != len(optimizers):
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        raise ValueError(f"state: {what} must be a list of the states of {names}")
+    for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+        check_optimizer(f"{what}[{number}]", state, optimizer)
+
+
 def _sizes(state: Any) -> list[int] | None:
     """The number of parameters in each group of an optimizer's state; ``None`` for anything else."""
     groups = state.get("param_groups") if isinstance(state, dict) else None

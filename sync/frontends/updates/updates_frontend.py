@@ -9,9 +9,8 @@ training may go on for some steps until their means arrive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,53 +18,34 @@ import torch.distributed as dist
 from ...communication.agreement import agreed
 from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
-from ...plans.arguments import differentiable
 from ...plans.builders import resumable
 from ...plans.plan import Frontend, Plan, UnitPlan
 from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
-from ..frontend import UPDATES, ModelFrontend
-from ..members import Members
-from ..module.buckets import BROADCAST_NBYTES
 from ..request import ModuleOptions, Request
-from .anchors import Anchors, Arrival
-from .lineage import Lineage
-from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
-from .optimizer_steps import OptimizerSteps
+from .anchors import Arrival
 from .schedule import Round
-from .site_parameters import own_parameters, values_of, with_elements
-from .step_scales import StepScales
+from .site_parameters import values_of
 from .update_buckets import UpdateBuckets
 from .updates_request import UpdatesRequest, checked_plan, fitting
+from .updates_state import UpdatesState
 
 
-class UpdatesFrontend(ModelFrontend):
+class UpdatesFrontend(UpdatesState):
     """The updates of a model on one rank. Construction is collective. Parameters and buffers of the model become those
     of rank 0."""
 
     kind = Frontend.MODULE
-    averaged: ClassVar[str] = UPDATES
     checked_plan = staticmethod(checked_plan)
-    request: UpdatesRequest
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: UpdatesRequest) -> None:
         super().__init__(model, plan, request)
-        self._members = Members(model, differentiable(model.named_parameters()))
-        values = {name: values_of(each) for name, each in own_parameters(model).items()}
-        states = [*values.values(), *(each.detach() for each in model.buffers())]
-        dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
-        self._anchors = Anchors(values, request.outer, request.anchor_device)
-        self._begun, self._taken = 0, 0  # the steps before the round that runs, and those of that round
-        self._is_away = False  # whether this rank averages with nobody
-        self._arriving: Arrival | None = None
-        self._lineage = Lineage()
         self._made_group: dist.ProcessGroup | None = None
-        self._scales: StepScales | None = None
-        self._has_loaded, self._has_begun, self._has_failed = False, False, False
+        self._has_begun, self._has_failed = False, False
         self._take(self.new_runtime(plan))
 
     def register(self) -> Sequence[torch.nn.Module]:
-        self._steps = OptimizerSteps(self.request.optimizer, self.request.scaler, self._before_step, self._after_step)
+        self._steps.watch()
         hook, modules = ModelHook(weakly(self._note_load)), self.modules
         self._handles = [
             each.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
@@ -94,19 +74,12 @@ class UpdatesFrontend(ModelFrontend):
     def is_outdated(self) -> bool:
         return self._members.have_changed
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return with_elements(self._members.registered())
-
     def numels(self) -> dict[str, int]:
         return {name: in_reals(each).numel() for name, each in self._values().items()}
 
     def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
         sent = super().sent_parameters()
         return {name: torch.nn.Parameter(values_of(each)) for name, each in sent.items()}
-
-    def _values(self) -> dict[str, torch.Tensor]:
-        """The values of the parameters that this rank has, by name."""
-        return {name: values_of(each) for name, each in self.parameters().items()}
 
     @property
     def averages_now(self) -> bool:
@@ -209,7 +182,7 @@ class UpdatesFrontend(ModelFrontend):
         """
         if not self.is_open:
             raise RuntimeError("regroup: it is closed")
-        if self._taken and not self._has_failed:
+        if (self._taken or self._steps.begun) and not self._has_failed:
             taken, every = self._taken, self._round.every
             raise RuntimeError(
                 f"regroup: {taken} steps of a round of {every} have been made; call it between two rounds"
@@ -221,8 +194,8 @@ class UpdatesFrontend(ModelFrontend):
     def _note_load(self, *_: object) -> None:
         self._has_loaded = True
 
-    def _before_step(self) -> None:
-        """Check the parameters, and note where the step begins."""
+    def _before_step(self, number: int) -> None:
+        """Check the parameters, and note where the step of an optimizer begins."""
         if self._has_failed:
             raise self.runtime.problem or RuntimeError("gckernels: a round has failed; regroup lets other ranks go on")
         self._check_parameters()
@@ -245,10 +218,10 @@ class UpdatesFrontend(ModelFrontend):
             self._has_loaded = False
 
     @torch.no_grad()
-    def _after_step(self) -> None:
-        """Count a step. Let a fragment arrive if it is time, and send the next one. Exact rounds at the start have one
-        step each, and send all fragments together."""
-        if self._is_away:
+    def _after_step(self, number: int, ends: bool) -> None:
+        """Count a step, if it ends with that of an optimizer. Let a fragment arrive if it is time, and send the next
+        one. Exact rounds at the start have one step each, and send all fragments together."""
+        if self._is_away or not ends:
             return
         self._has_failed = True  # unless it comes to its end
         running = self._round
@@ -307,50 +280,3 @@ class UpdatesFrontend(ModelFrontend):
         self._anchors.hand_out(self._existing(arriving.means), arriving.sent, mixing)
         self._arriving = None
         self.calls.end_step(True)
-
-    # ---------------------------------------------------------------- checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """The anchors and the outer optimizer, the optimizer of this rank, the position in the round, and parameters
-        that are not those of the anchors."""
-        arriving = None if self._arriving is None else self._arriving.state_dict()
-        differ = self._taken or self._is_away or arriving is not None or self.request.schedule.fragments > 1
-        own = {"begun": self._begun, "taken": self._taken, "arriving": arriving}
-        own["parameters"] = copied(self._values() if differ else {})
-        own["optimizer"] = copied(self.request.optimizer.state_dict())
-        own["scales"] = None if self._scales is None else self._scales.state_dict()
-        own |= {"lineage": self._lineage.state_dict(), "away": self._is_away}
-        return {UPDATES: own | self._anchors.state_dict()}
-
-    def read(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-        parameters, optimizer = self._values(), self.request.optimizer
-        found: dict[int, Any] = {state["rank"]: state.get(UPDATES) for state in states}
-        for rank, saved in found.items():
-            counts = [saved.get(name) for name in ("begun", "taken")] if isinstance(saved, dict) else [None]
-            if not all(type(count) is int and count >= 0 for count in counts):
-                raise ValueError(f"state: of rank {rank}: {UPDATES} must be a dict of average_updates")
-            self._anchors.check(saved)
-            check_optimizer("optimizer", saved.get("optimizer"), optimizer)
-            differ = saved["taken"] or saved.get("arriving") is not None or saved.get("parameters")
-            check_tensors("parameters", saved.get("parameters"), parameters if differ else {})
-        each = [found[rank] for rank in sorted(found)]
-        if len({(saved["begun"], saved["taken"]) for saved in each}) > 1:
-            raise ValueError("states: the ranks are not at the same step of a round")
-        is_same = len(states) == 1 or len(states) == self.runtime.world_size
-        one = found.get(self.rank, each[0]) if is_same else mean_of(each)
-        arriving = None if one.get("arriving") is None else Arrival.read(one["arriving"], parameters)
-
-        @torch.no_grad()
-        def take() -> None:
-            self._anchors.load(one)
-            optimizer.load_state_dict(one["optimizer"])
-            for name, parameter in parameters.items():
-                parameter.copy_(one["parameters"].get(name, self._anchors.values[name].detach()))
-            self._begun, self._taken = one["begun"], one["taken"]
-            self._arriving, self._has_loaded = arriving, False
-            self._lineage.load(one["lineage"])
-            self._is_away = bool(one["away"])
-            if self._scales is not None:
-                self._scales.load(one.get("scales"))
-
-        return take
