@@ -113,7 +113,7 @@ class Anchors:
         """Continue from a state of :meth:`state_dict`."""
         for name, anchor in self.values.items():
             anchor.copy_(state["anchors"][name])
-        self.outer.load_state_dict(state["outer"])
+        self.outer.load_state_dict(copied(state["outer"]))
 
 
 def _anchor(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 
 def copied(state: Any) -> Any:
-    """A copy of dicts, lists and tuples of tensors and of plain values."""
+    """A copy of dicts, lists and tuples of tensors and of other values."""
     return _mapped([state], lambda tensors: tensors[0].detach().clone())
 
 
@@ -33,7 +34,7 @@ def _mapped(states: Sequence[Any], function: Any) -> Any:
     if isinstance(first, list | tuple):
         lists = [each for each in states if isinstance(each, list | tuple) and len(each) == len(first)]
         return type(first)(_mapped(list(each), function) for each in zip(*lists, strict=True))
-    return first
+    return copy.deepcopy(first)
 
 
 def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

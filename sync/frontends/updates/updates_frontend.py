@@ -61,8 +61,11 @@ class UpdatesFrontend(UpdatesState):
     def close(self) -> None:
         """Average nothing any more. The parameters stay as they are, those of this rank alone in the middle of a
         round."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and not self._has_failed:
+            with contextlib.suppress(RuntimeError):  # nobody will use it
+                arriving.wait()
         super().close()
-        self._arriving = None
         self._buckets.close()
         self._end_group()
 
@@ -102,8 +105,6 @@ class UpdatesFrontend(UpdatesState):
         before = self._buckets
 
         def install() -> None:
-            if self._arriving is not None:
-                self._arriving.wait()
             self._take(runtime)
             before.close()
 

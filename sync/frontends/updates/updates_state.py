@@ -64,6 +64,11 @@ class UpdatesState(ModelFrontend):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def settle(self) -> None:
+        if self._arriving is not None:
+            self._arriving.wait()
+        super().settle()
+
     def state_dict(self) -> dict[str, Any]:
         """The anchors and the outer optimizer, the optimizers of this rank, the position in the round, and parameters
         that are not those of the anchors."""
