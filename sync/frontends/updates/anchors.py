@@ -19,6 +19,7 @@ from ...engine.failures import Outcome, wait_for
 from ...plans.strides import grad_strides
 from ..members import Members
 from .optimizer_states import check_optimizer, check_tensors, copied
+from .sent_states import SentState, broadcast_tensors, read, written
 from .updates_request import Outer
 
 
@@ -77,26 +78,46 @@ class Anchors:
                 anchor = torch.lerp(anchor, values.to(anchor), mixing)
             values.copy_(anchor)
 
+    def outer_written(self) -> tuple[str, list[torch.Tensor]]:
+        """The state of the outer optimizer as text, and its tensors.
+
+        Raises:
+            TypeError: it has something that cannot be sent.
+        """
+        return written("outer", self.outer.state_dict())
+
+    def outer_read(self, text: str, own: Sequence[torch.Tensor]) -> SentState:
+        """The state of the outer optimizer of another rank, without the values of its tensors.
+
+        Args:
+            text: what :meth:`outer_written` has returned there.
+            own: the tensors that it has returned here.
+
+        Raises:
+            ValueError: it is no state of such an optimizer.
+        """
+        state, tensors = read("outer", text, sum(each.nbytes for each in self.values.values()))
+        check_optimizer("outer", state, self.outer)
+        return SentState(state, tensors, own)
+
     @torch.no_grad()
-    def receive(self, group: dist.ProcessGroup, device: torch.device, source: int) -> dict[str, torch.Tensor]:
+    def receive(
+        self, group: dist.ProcessGroup, device: torch.device, source: int, outer: SentState
+    ) -> dict[str, torch.Tensor]:
         """Take the anchors and the state of the outer optimizer of a rank of a group. Collective.
 
         Args:
             group: the group.
             device: a device whose tensors it can send.
             source: the rank.
+            outer: the state of its outer optimizer.
 
         Returns:
             The anchors from before, by name. Anchors that have stayed the same are missing.
         """
         before = {name: each.detach().clone() for name, each in self.values.items()}
-        for each in self.values.values():
-            sent = each.detach().to(device)
-            dist.broadcast(sent, group_src=source, group=group)
-            each.copy_(sent)
-        outer = [self.outer.state_dict()]
-        dist.broadcast_object_list(outer, group_src=source, group=group)
-        self.outer.load_state_dict(outer[0])
+        broadcast_tensors(group, device, source, [*before.values()], [each.detach() for each in self.values.values()])
+        self.outer.load_state_dict(outer.received(group, device, source))
         return {name: each for name, each in before.items() if not torch.equal(each, self.values[name])}
 
     def state_dict(self) -> dict[str, Any]:

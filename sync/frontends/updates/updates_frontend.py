@@ -9,13 +9,16 @@ training may go on for some steps until their means arrive.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...communication.agreement import agreed
+from ...communication.collectives import broadcast_text
 from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
 from ...plans.builders import resumable
@@ -129,17 +132,20 @@ class UpdatesFrontend(UpdatesState):
         request = replace(self.request, group=group, everyone=group, options=ModuleOptions(group))
         agreed("regroup", group, self.device, self._checked_between_rounds)
         self._end_arrival()
+        outer, tensors = agreed("regroup", group, self.device, lambda: (self._anchors.outer_written(), [""]))
         newest = self._lineage.newest(group, self.device, self._anchors.values.values(), self._has_failed)
         scales = None if self._scales is None else self._scales.state_dict()
-        shared = [(self.plan.to_json(), before.next_step, self._begun, scales)]
-        dist.broadcast_object_list(shared, group_src=newest.rank, group=group)
-        text, step, begun, scales = shared[0]
+        own_entries = {"plan": self.plan.to_json(), "step": before.next_step, "begun": self._begun, "scales": scales}
+        text = broadcast_text(group, self.device, newest.rank, json.dumps(own_entries | {"outer": outer}))
 
-        def check() -> tuple[Plan, list[str]]:
-            plan = resumable(Plan.from_json(text), self.parameters(), dist.get_world_size(group))
-            return self.checked(replace(request, plan=plan))
+        def check() -> tuple[tuple[Plan, _Shared], list[str]]:
+            shared = _Shared.read(text)
+            plan = resumable(Plan.from_json(shared.plan), self.parameters(), dist.get_world_size(group))
+            read = self._anchors.outer_read(shared.outer, tensors)
+            plan, lines = self.checked(replace(request, plan=plan))
+            return (plan, replace(shared, outer=read)), lines
 
-        plan = agreed("regroup", group, self.device, check)
+        plan, shared = agreed("regroup", group, self.device, check)
         following = request.runtime(plan, self.parameters())
         if before.problem is not None:
             before.forget()
@@ -148,17 +154,17 @@ class UpdatesFrontend(UpdatesState):
         before.close()
         self._end_group()
         self.request, self.group, self.rank, self._made_group = request, group, dist.get_rank(group), group
-        replaced = self._anchors.receive(group, self.device, newest.rank)
+        replaced = self._anchors.receive(group, self.device, newest.rank, shared.outer)
         # anchors that have the last update of this rank replace all it has; others keep what it alone has done
         followed = {name: each for name, each in self._values().items() if newest.is_ahead or name in replaced}
         self._anchors.hand_out(followed, {} if newest.is_ahead else replaced)
         self._lineage.follow(newest, self._anchors.values.values())
         self._scales = None
-        following.tracer, following.step = before.tracer, step
-        self._begun, self._taken, self._is_away, self._has_failed = begun, 0, ranks is None, False
+        following.tracer, following.step = before.tracer, shared.step
+        self._begun, self._taken, self._is_away, self._has_failed = shared.begun, 0, ranks is None, False
         self._take(following)
         if self._scales is not None:
-            self._scales.load(scales)
+            self._scales.load(shared.scales)
 
     def _end_group(self) -> None:
         """Destroy the group that the last change of members has made."""
@@ -281,3 +287,40 @@ class UpdatesFrontend(UpdatesState):
         self._anchors.hand_out(self._existing(arriving.means), arriving.sent, mixing)
         self._arriving = None
         self.calls.end_step(True)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What ranks that come together take from the one with the newest anchors.
+
+    Attributes:
+        plan: its plan, as JSON.
+        step: the number of its next synchronisation.
+        begun: the number of its steps before the round that begins.
+        scales: its factors of steps, if it has any.
+        outer: the state of its outer optimizer.
+    """
+
+    plan: Any
+    step: int
+    begun: int
+    scales: dict[str, tuple[float, float]] | None
+    outer: Any
+
+    @classmethod
+    def read(cls, text: str) -> _Shared:
+        """What a rank has sent.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            shared = cls(**json.loads(text))
+            numbers = [each for pair in (shared.scales or {}).values() for each in (*pair, len(pair))]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"what the rank with the newest parameters has sent is damaged: {error}") from error
+        counts = type(shared.step) is int and shared.step >= 0 and type(shared.begun) is int and shared.begun >= 0
+        pairs = all(type(each) in (int, float) for each in numbers) and {*numbers[2::3]} <= {2}
+        if not (counts and pairs and isinstance(shared.outer, str)):
+            raise ValueError(f"what the rank with the newest parameters has sent is damaged: {text!r:.200}")
+        return shared
