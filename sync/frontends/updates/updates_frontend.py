@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...communication.agreement import agreed
-from ...communication.collectives import broadcast_text
+from ...communication.collectives import broadcast_text, on_any_rank
 from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
 from ...plans.builders import resumable
@@ -161,6 +161,7 @@ class UpdatesFrontend(UpdatesState):
         self._lineage.follow(newest, self._anchors.values.values())
         self._scales = None
         following.tracer, following.step = before.tracer, shared.step
+        self._moved = {*self._anchors.values}
         self._begun, self._taken, self._is_away, self._has_failed = shared.begun, 0, ranks is None, False
         self._take(following)
         if self._scales is not None:
@@ -206,6 +207,7 @@ class UpdatesFrontend(UpdatesState):
         if self._has_failed:
             raise self.runtime.problem or RuntimeError("gckernels: a round has failed; regroup lets other ranks go on")
         self._check_parameters()
+        self._moved |= self._members.trained()
         if self._scales is not None and not self._is_away:
             with torch.no_grad():
                 self._scales.before_step(self.parameters(), self._values())
@@ -265,12 +267,33 @@ class UpdatesFrontend(UpdatesState):
         if not self._has_begun:
             self.request.refuse_averaged(self.parameters())  # the model may have been wrapped since
             self._has_begun = True
-        self._arriving = self._buckets.send(running, number, self.calls.deliver)
+        self._arriving = self._buckets.send(running, number, self._moved_and_frozen(), self.calls.deliver)
         self.averaged_nbytes = self._buckets.averaged_nbytes  # other parameters may be trained now
         if not running.delay:
             self._arrive(self._arriving)
         elif self.request.mixing is None:
             self._arriving.sent = {name: each.clone() for name, each in self._existing(self._arriving.means).items()}
+
+    def _moved_and_frozen(self) -> frozenset[str]:
+        """The frozen parameters that differ from their anchors on some rank, because they were trained before in the
+        round, or still have gradients. They are sent as well, or ranks would keep them different for ever."""
+        trained, values, parameters = self._members.trained(), self._values(), self.parameters()
+        if not (candidates := sorted((self._moved & self._anchors.values.keys()) - trained)):
+            self._moved = {*trained}
+            return frozenset()
+        flags = []
+        for name in candidates:
+            is_there = name in values
+            differs = is_there and not torch.equal(self._anchors.begin(name, values[name]), values[name])
+            flags += [differs, is_there and parameters[name].grad is not None]
+        flags = on_any_rank(self.group, self.device, *flags)
+        pairs = zip(candidates, flags[::2], flags[1::2], strict=True)
+        sent, moving = {}, {*trained}
+        for name, differs, has_gradient in pairs:
+            sent[name] = differs
+            moving |= {name} if differs or has_gradient else set()
+        self._moved = moving
+        return frozenset(name for name, differs in sent.items() if differs)
 
     def _existing(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The values of some parameters, as far as these still exist."""
@@ -283,8 +306,11 @@ class UpdatesFrontend(UpdatesState):
         arriving.wait()
         self._anchors.move(arriving.means)
         self._lineage.arrived += 1
-        mixing = self.request.mixing if self.request.schedule.delay else None
-        self._anchors.hand_out(self._existing(arriving.means), arriving.sent, mixing)
+        mixing, trained = self.request.mixing if self.request.schedule.delay else None, self._members.trained()
+        own = self._existing(arriving.means)
+        frozen = {name: own.pop(name) for name in own.keys() - trained} if mixing is not None else {}
+        self._anchors.hand_out(own, arriving.sent, mixing)
+        self._anchors.hand_out(frozen, {})  # the mean has all of it
         self._arriving = None
         self.calls.end_step(True)
 

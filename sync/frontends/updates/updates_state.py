@@ -48,6 +48,7 @@ class UpdatesState(ModelFrontend):
         self._lineage = Lineage()
         self._scales: StepScales | None = None
         self._has_loaded = False
+        self._moved = {*values}  # what was trained since the last mean, or may differ from its anchor otherwise
 
     def _before_step(self, number: int) -> None:
         """Called before each step of an optimizer, with its number."""
@@ -76,7 +77,11 @@ class UpdatesState(ModelFrontend):
         is_inside = self._taken or self._steps.begun or self._is_away
         differ = is_inside or arriving is not None or self.request.schedule.fragments > 1
         own = {"begun": self._begun, "taken": self._taken, "arriving": arriving}
-        own["parameters"] = copied(self._values() if differ else {})
+        values = self._values()
+        if not differ:  # some that are frozen may
+            begins = {name: self._anchors.begin(name, each) for name, each in values.items()}
+            values = {name: each for name, each in values.items() if not torch.equal(begins[name], each)}
+        own["parameters"] = copied(values)
         own["optimizers"] = [copied(each.state_dict()) for each in self.request.optimizers]
         own["stepped"] = sorted(self._steps.begun)
         own["scales"] = None if self._scales is None else self._scales.state_dict()
@@ -96,26 +101,31 @@ class UpdatesState(ModelFrontend):
             numbers = range(len(optimizers))
             if not isinstance(stepped, list) or not all(type(each) is int and each in numbers for each in stepped):
                 raise ValueError(f"state: stepped must be a list of numbers of optimizers, got {stepped!r:.60}")
-            differ = saved["taken"] or stepped or saved.get("arriving") is not None or saved.get("parameters")
-            check_tensors("parameters", saved.get("parameters"), parameters if differ else {})
-        each = [found[rank] for rank in sorted(found)]
+            given = saved.get("parameters")
+            may_be_less = isinstance(given, dict) and given.keys() <= parameters.keys()
+            differ = saved["taken"] or stepped or saved.get("arriving") is not None or not may_be_less
+            check_tensors("parameters", given, parameters if differ else {name: parameters[name] for name in given})
+        each = [{**found[rank]} for rank in sorted(found)]
+        for saved in each:  # those that are as their anchors are not in it
+            saved["parameters"] = {name: saved["anchors"][name] for name in parameters} | saved["parameters"]
         if len({(saved["begun"], saved["taken"], *saved["stepped"]) for saved in each}) > 1:
             raise ValueError("states: the ranks are not at the same step of a round")
         is_same = len(states) == 1 or len(states) == self.runtime.world_size
-        one = found.get(self.rank, each[0]) if is_same else mean_of(each)
+        own = each[sorted(found).index(self.rank)] if self.rank in found else each[0]
+        one = own if is_same else mean_of(each)
         arriving = None if one.get("arriving") is None else Arrival.read(one["arriving"], parameters)
 
         @torch.no_grad()
         def take() -> None:
             self._anchors.load(one)
-            for optimizer, own in zip(optimizers, one["optimizers"], strict=True):
-                optimizer.load_state_dict(copied(own))
+            for optimizer, state in zip(optimizers, one["optimizers"], strict=True):
+                optimizer.load_state_dict(copied(state))
             for name, parameter in parameters.items():
-                parameter.copy_(one["parameters"].get(name, self._anchors.values[name].detach()))
+                parameter.copy_(one["parameters"][name])
             self._begun, self._taken, self._steps.begun = one["begun"], one["taken"], {*one["stepped"]}
             self._arriving, self._has_loaded = arriving, False
             self._lineage.load(one["lineage"])
-            self._is_away = bool(one["away"])
+            self._is_away, self._moved = bool(one["away"]), {*parameters}
             if self._scales is not None:
                 self._scales.load(one.get("scales"))
 
