@@ -18,10 +18,12 @@ from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.ownership import end_spent
 from ..frontends.request import UNCOMPRESSED, ModuleOptions
 from ..frontends.updates.schedule import Every, Schedule
+from ..frontends.updates.site_parameters import without_elements
 from ..frontends.updates.updates_frontend import UpdatesFrontend
 from ..frontends.updates.updates_request import PLAIN_MEAN, Outer, UpdatesRequest
 from ..plans.plan import Frontend, Plan
 from ..tuning.auto import Auto
+from .attach import ranks_own
 from .attachment import Attachment
 
 AGGRESSIVE = ("EFSignSGD(block=1024, magnitude='projection')", "BlockQuant(bits=4)", "BlockQuant")
@@ -48,6 +50,7 @@ def average_updates(
     seed: int = 0,
     start_step: int = 0,
     process_group: dist.ProcessGroup | None = None,
+    exclude: Sequence[str] = (),
 ) -> Attachment:
     """Average the updates of a model over the ranks, compressed, in place of its gradients. Every rank calls it with
     the same arguments.
@@ -65,8 +68,8 @@ def average_updates(
         outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
         attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=100, outer=outer)
 
-    Parameters and buffers become those of rank 0. From then on buffers, such as those of batch norm, are each rank's
-    own. Clipping sees the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters
+    Parameters and buffers become those of rank 0. Floating-point buffers that are saved with the model, such as the
+    statistics of batch norm, become their mean after each round; all other buffers are each rank's own. Clipping sees the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters
     differ between ranks, so evaluate and save models between rounds. A model that loads a ``state_dict`` later on makes
     the next step raise an error, because the next mean would undo it.
 
@@ -121,6 +124,9 @@ def average_updates(
         start_step: the number of rounds of one step each that come first, and are averaged exactly.
         process_group: the ranks that average their updates; by default all ranks. For models of ``fully_shard``, one
             rank of each site, all with the same shards.
+        exclude: the names of parameters and buffers that each rank has alone, such as its experts. They are left as
+            they are, and so is what DDP would ignore in the module
+            (``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``). A plan may have them.
 
     Returns:
         The attachment. It has the figures and the state for checkpoints; ``close`` ends it.
@@ -145,7 +151,7 @@ def average_updates(
         residual_bits=residual_bits,
         seed=seed,
         start_step=start_step,
-        options=ModuleOptions(process_group),
+        options=ModuleOptions(process_group, exclude=exclude),
         is_tuned=auto is not None,
         decay=_default_decay(schedule) if decay is None and not isinstance(plan, Plan) else decay,
         given_optimizers=_listed(optimizer),
@@ -155,6 +161,7 @@ def average_updates(
         outer=PLAIN_MEAN if outer is None else outer,
         scalers=() if grad_scaler is None else _listed(grad_scaler),
         scale_steps=scale_steps,
+        left_out=ranks_own(model, exclude) | without_elements(model),
     )
 
     def check() -> tuple[Plan, list[str]]:

@@ -19,6 +19,7 @@ from ...engine.failures import Outcome, wait_for
 from ...plans.strides import grad_strides
 from ..members import Members
 from .optimizer_states import check_optimizer, check_tensors, copied
+from .round_buffers import BufferArrival
 from .sent_states import SentState, broadcast_tensors, read, written
 from .updates_request import Outer
 
@@ -154,12 +155,14 @@ class Arrival:
         sent: the parameters as they were sent, if steps that are made meanwhile are to be kept; otherwise nothing.
         left: the number of steps until it arrives.
         futures: the messages that have not ended yet.
+        buffers: the buffers that are sent with it, at the end of a round.
     """
 
     means: dict[str, torch.Tensor]
     sent: dict[str, torch.Tensor]
     left: int
     futures: Sequence[Future[Outcome]] = field(default=(), repr=False)
+    buffers: BufferArrival | None = None
 
     def wait(self) -> None:
         """Wait until the means are there.
@@ -169,11 +172,14 @@ class Arrival:
         """
         futures, self.futures = self.futures, ()
         wait_for(futures)
+        if self.buffers is not None:
+            self.buffers.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the means and of the parameters that were sent, and the number of steps until they arrive."""
         self.wait()
-        return {"means": copied(self.means), "sent": copied(self.sent), "left": self.left}
+        buffers = None if self.buffers is None else self.buffers.state_dict()
+        return {"means": copied(self.means), "sent": copied(self.sent), "left": self.left, "buffers": buffers}
 
     @classmethod
     def read(cls, state: Any, parameters: Mapping[str, torch.Tensor]) -> Arrival:

@@ -102,7 +102,8 @@ class UpdatesFrontend(UpdatesState):
     # ---------------------------------------------------------------- changes of the plan
 
     def checked(self, request: Request) -> tuple[Plan, list[str]]:
-        return fitting(request, self.parameters())
+        plan, lines = fitting(request, self.parameters())
+        return plan, [*lines, *self._round_buffers.lines]
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
         before = self._buckets
@@ -158,6 +159,7 @@ class UpdatesFrontend(UpdatesState):
         # anchors that have the last update of this rank replace all it has; others keep what it alone has done
         followed = {name: each for name, each in self._values().items() if newest.is_ahead or name in replaced}
         self._anchors.hand_out(followed, {} if newest.is_ahead else replaced)
+        self._round_buffers.receive(group, newest.rank)
         self._lineage.follow(newest, self._anchors.values.values())
         self._scales = None
         following.tracer, following.step = before.tracer, shared.step
@@ -268,6 +270,8 @@ class UpdatesFrontend(UpdatesState):
             self.request.refuse_averaged(self.parameters())  # the model may have been wrapped since
             self._has_begun = True
         self._arriving = self._buckets.send(running, number, self._moved_and_frozen(), self.calls.deliver)
+        if number == running.fragments - 1:
+            self._arriving.buffers = self._round_buffers.send(self.group)
         self.averaged_nbytes = self._buckets.averaged_nbytes  # other parameters may be trained now
         if not running.delay:
             self._arrive(self._arriving)
@@ -311,6 +315,8 @@ class UpdatesFrontend(UpdatesState):
         frozen = {name: own.pop(name) for name in own.keys() - trained} if mixing is not None else {}
         self._anchors.hand_out(own, arriving.sent, mixing)
         self._anchors.hand_out(frozen, {})  # the mean has all of it
+        if arriving.buffers is not None:
+            self._round_buffers.arrive(arriving.buffers, self.group)
         self._arriving = None
         self.calls.end_step(True)
 

@@ -19,10 +19,11 @@ from gckernels.ops import BlockQuant, Identity
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
 from ..checks.optimizer_checks import hooked, is_adaptive
-from ..members import listed
+from ..members import listed, refuse_unknown
 from ..module.module_checks import frozen_lines, planned_of
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
+from .round_buffers import RoundBuffers
 from .schedule import Schedule
 from .site_parameters import own_parameters, shard_lines, values_of
 from .step_scales import StepScales
@@ -148,7 +149,8 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     assert isinstance(request, UpdatesRequest)
     caller = request.caller
     refuse_sharded(caller, model)
-    parameters = own_parameters(model)
+    refuse_unknown(caller, model, request.options.exclude)
+    parameters = own_parameters(model, request.left_out)
     if not parameters:
         raise ValueError(f"{caller}: model has no parameters that can have a gradient")
     refuse_without_shape(caller, parameters)
@@ -156,7 +158,8 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     refuse_several_devices(caller, parameters)
     refuse_claimed(caller, parameters)
     request.refuse_averaged(parameters)
-    return fitting(request, parameters)
+    plan, lines = fitting(request, parameters)
+    return plan, [*lines, *RoundBuffers(model, request.left_out, request.device).lines]
 
 
 def fitting(request: Request, parameters: dict[str, torch.nn.Parameter]) -> tuple[Plan, list[str]]:

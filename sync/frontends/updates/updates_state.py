@@ -8,15 +8,17 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from ...plans.arguments import differentiable
+from ...plans.arguments import plain_name
 from ...plans.plan import Plan
 from ..frontend import UPDATES, ModelFrontend
 from ..members import Members
 from ..module.buckets import BROADCAST_NBYTES
+from ..module.module_checks import averaged_of
 from .anchors import Anchors, Arrival
 from .lineage import Lineage
 from .optimizer_states import check_optimizers, check_tensors, copied, mean_of
 from .optimizer_steps import OptimizerSteps
+from .round_buffers import RoundBuffers
 from .site_parameters import own_parameters, values_of, with_elements
 from .step_scales import StepScales
 from .updates_request import UpdatesRequest
@@ -34,14 +36,17 @@ class UpdatesState(ModelFrontend):
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: UpdatesRequest) -> None:
         super().__init__(model, plan, request)
-        self._members = Members(model, differentiable(model.named_parameters()))
-        values = {name: values_of(each) for name, each in own_parameters(model).items()}
-        states = [*values.values(), *(each.detach() for each in model.buffers())]
+        left_out = request.left_out
+        self._members = Members(model, averaged_of(model, left_out), left_out)
+        values = {name: values_of(each) for name, each in own_parameters(model, left_out).items()}
+        buffers = [each.detach() for name, each in model.named_buffers() if plain_name(name) not in left_out]
+        states = [*values.values(), *buffers]
         dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
         self._anchors = Anchors(values, request.outer, request.anchor_device)
         self._steps = OptimizerSteps(
             request.optimizers, request.scalers, self._members, self._before_step, self._after_step
         )
+        self._round_buffers = RoundBuffers(model, left_out, self.device)
         self._begun, self._taken = 0, 0  # the steps before the round that runs, and those of that round
         self._is_away = False  # whether this rank averages with nobody
         self._arriving: Arrival | None = None
@@ -85,6 +90,7 @@ class UpdatesState(ModelFrontend):
         own["optimizers"] = [copied(each.state_dict()) for each in self.request.optimizers]
         own["stepped"] = sorted(self._steps.begun)
         own["scales"] = None if self._scales is None else self._scales.state_dict()
+        own["buffers"] = self._round_buffers.state_dict()
         own |= {"lineage": self._lineage.state_dict(), "away": self._is_away}
         return {UPDATES: own | self._anchors.state_dict()}
 
@@ -96,6 +102,7 @@ class UpdatesState(ModelFrontend):
             if not all(type(count) is int and count >= 0 for count in counts):
                 raise ValueError(f"state: of rank {rank}: {UPDATES} must be a dict of average_updates")
             self._anchors.check(saved)
+            self._round_buffers.check(saved.get("buffers"))
             check_optimizers("optimizers", saved.get("optimizers"), optimizers)
             stepped = saved.get("stepped")
             numbers = range(len(optimizers))
@@ -113,11 +120,15 @@ class UpdatesState(ModelFrontend):
         is_same = len(states) == 1 or len(states) == self.runtime.world_size
         own = each[sorted(found).index(self.rank)] if self.rank in found else each[0]
         one = own if is_same else mean_of(each)
-        arriving = None if one.get("arriving") is None else Arrival.read(one["arriving"], parameters)
+        arriving = None
+        if (on_its_way := one.get("arriving")) is not None:
+            arriving = Arrival.read(on_its_way, parameters)
+            arriving.buffers = self._round_buffers.read(on_its_way.get("buffers"))
 
         @torch.no_grad()
         def take() -> None:
             self._anchors.load(one)
+            self._round_buffers.load(one["buffers"])
             for optimizer, state in zip(optimizers, one["optimizers"], strict=True):
                 optimizer.load_state_dict(copied(state))
             for name, parameter in parameters.items():
