@@ -69,9 +69,10 @@ def average_updates(
         attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=100, outer=outer)
 
     Parameters and buffers become those of rank 0. Floating-point buffers that are saved with the model, such as the
-    statistics of batch norm, become their mean after each round; all other buffers are each rank's own. Clipping sees the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters
-    differ between ranks, so evaluate and save models between rounds. A model that loads a ``state_dict`` later on makes
-    the next step raise an error, because the next mean would undo it.
+    statistics of batch norm, become their mean after each round; all other buffers are each rank's own. Clipping sees
+    the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters differ between
+    ranks, so evaluate and save models between rounds. A model that loads a ``state_dict`` later on makes the next step
+    raise an error, because the next mean would undo it.
 
     With ``fragments`` a round sends the model in parts, one after the other, and with ``delay`` the training goes on
     until the mean of a part arrives, beside the communication (Streaming DiLoCo, Douillard et al., arXiv:2501.18512)::

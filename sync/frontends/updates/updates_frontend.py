@@ -45,6 +45,7 @@ class UpdatesFrontend(UpdatesState):
         super().__init__(model, plan, request)
         self._made_group: dist.ProcessGroup | None = None
         self._has_begun, self._has_failed = False, False
+        self._gradients: dict[str, torch.Tensor] = {}
         self._take(self.new_runtime(plan))
 
     def register(self) -> Sequence[torch.nn.Module]:
@@ -212,7 +213,7 @@ class UpdatesFrontend(UpdatesState):
         self._moved |= self._members.trained()
         if self._scales is not None and not self._is_away:
             with torch.no_grad():
-                self._scales.before_step(self.parameters(), self._values())
+                self._scales.before_step(self.request.optimizers[number], self.parameters(), self._values())
 
     def _check_parameters(self) -> None:
         """Raise a RuntimeError if the model has loaded other parameters, which the next mean would undo."""
@@ -232,29 +233,41 @@ class UpdatesFrontend(UpdatesState):
     def _after_step(self, number: int, ends: bool) -> None:
         """Count a step, if it ends with that of an optimizer. Let a fragment arrive if it is time, and send the next
         one. Exact rounds at the start have one step each, and send all fragments together."""
-        if self._is_away or not ends:
+        if self._is_away:
+            return
+        if self._scales is not None:
+            self._scales.after_step(self._values())
+            self._note_gradients(number)
+        if not ends:
             return
         self._has_failed = True  # unless it comes to its end
         running = self._round
         self._taken += 1
-        if self._scales is not None:
-            values = self._values()
-            self._scales.after_step(values)
-            if self._taken >= running.every:
-                grads = {name: each.grad for name, each in self.parameters().items()}
-                self._scales.measure({name: each for name, each in grads.items() if each is not None}, values)
+        gradients, self._gradients = self._gradients, {}
+        if self._scales is not None and self._taken >= running.every:
+            self._scales.measure(gradients, self._values())
         if (arriving := self._arriving) is not None:
             arriving.left -= 1
             if arriving.left <= 0:
                 self._arrive(arriving)
-        number = running.sent_after(self._taken)
+        fragment = running.sent_after(self._taken)
         if self._taken >= running.every:
             self._begun, self._taken = self._begun + self._taken, 0
-        if number is not None:
-            self._send(running, number)
+        if fragment is not None:
+            self._send(running, fragment)
         if self._scales is not None:
             self._scales.end_measuring()
         self._has_failed = False
+
+    def _note_gradients(self, number: int) -> None:
+        """Note the gradients with which an optimizer has stepped in the last step of a round. They may be cleared
+        before another one steps."""
+        if self._taken + 1 >= self._round.every:
+            stepped = {id(each) for group in self.request.optimizers[number].param_groups for each in group["params"]}
+            named = self.parameters().items()
+            self._gradients |= {
+                name: each.grad for name, each in named if id(each) in stepped and each.grad is not None
+            }
 
     @property
     def _round(self) -> Round:

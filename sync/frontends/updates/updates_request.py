@@ -115,14 +115,14 @@ class UpdatesRequest(Request):
 
     def scales(self, plan: Plan, before: StepScales | None) -> StepScales | None:
         """The factors of steps with a plan, those from before if there are any; ``None`` if steps have none."""
-        if not self._with_scales(plan):
+        if not (scaled := [each for each in self.optimizers if self._with_scales(plan, each)]):
             return None
-        return before or StepScales(self.optimizers[0], self.group, self.device)
+        return before or StepScales(scaled, self.group, self.device)
 
-    def _with_scales(self, plan: Plan) -> bool:
-        """Whether steps get factors with a plan. Published algorithms have none, so by default exact updates, an outer
-        optimizer and long rounds are left as they are."""
-        if self.scale_steps is not None or not is_adaptive(self.optimizers[0]):
+    def _with_scales(self, plan: Plan, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether steps of an optimizer get factors with a plan. Published algorithms have none, so by default exact
+        updates, an outer optimizer and long rounds are left as they are."""
+        if self.scale_steps is not None or not is_adaptive(optimizer):
             return bool(self.scale_steps)
         compresses = any(unit.compressor != Identity() for unit in plan.units)
         return compresses and self.outer is PLAIN_MEAN and self.schedule.has_short_rounds
