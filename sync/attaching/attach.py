@@ -146,7 +146,7 @@ def attach(
         weights=weights,
         seed=seed,
         start_step=0 if isinstance(plan, Auto) else start_step,
-        options=ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters, exclude),
+        options=ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters, exclude or ()),
         is_tuned=isinstance(plan, Auto),
         left_out=ranks_own(model, exclude) if frontend.kind is Frontend.MODULE else frozenset(),
     )

@@ -355,8 +355,12 @@ def run(seed: int) -> dict[str, int]:
     return values_of(run_ranks(3 if seed % 4 == 3 else 2, fuzzed, seed))[0]
 
 
-def main() -> int:
-    """Train with many seeds and print what was done; the exit code is 1 if any training was wrong."""
+def main(run: Callable[[int], dict[str, int]] = run) -> int:
+    """Train with many seeds and print what was done; the exit code is 1 if any training was wrong.
+
+    Args:
+        run: trains with a seed.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "STOP"))
     given = parser.parse_args()

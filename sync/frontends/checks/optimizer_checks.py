@@ -132,14 +132,19 @@ def calling_scaler() -> torch.amp.GradScaler | None:
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside one that Accelerate has prepared; anything else as it is."""
+    is_prepared = any(each.__module__.split(".")[0] == "accelerate" for each in type(optimizer).__mro__)
+    return optimizer.optimizer if is_prepared else optimizer
+
+
 def hooked(caller: str, optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer whose steps call hooks: that inside one that Accelerate has prepared, otherwise the given one.
 
     Raises:
         TypeError: it is no optimizer, or calls no hooks.
     """
-    if any(each.__module__.split(".")[0] == "accelerate" for each in type(optimizer).__mro__):
-        optimizer = optimizer.optimizer
+    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     try:

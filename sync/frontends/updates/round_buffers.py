@@ -108,11 +108,9 @@ class RoundBuffers:
         """Send the buffers at the end of a round; ``None`` if there are none. Collective."""
         if not self._places:
             return None
-        values, flags = self.values(), []
-        for name in self._places:
-            before = self._before.get(name)
-            is_same = name in values and before is not None and torch.equal(before, values[name])
-            flags += [float(not is_same), float(name not in values)]
+        values = self.values()
+        flags = [self._is_new(name, values) for name in self._places]
+        flags += [self._truth(name not in values) for name in self._places]
         sent = {name: values[name].clone() for name in self._listed if name in values}
         vector = self._vector(self._listed, sent, flags)
         work = dist.all_reduce(vector, group=group, async_op=True)
@@ -125,9 +123,9 @@ class RoundBuffers:
         that no variance becomes negative.
         """
         arrival.wait()
-        flags = arrival.vector[-2 * len(self._places) :].cpu().view(-1, 2) > 0
-        pairs = zip(self._places, flags.tolist(), strict=True)
-        changed = [name for name, (is_new, is_gone) in pairs if is_new and not is_gone]
+        is_new, is_gone = (arrival.vector[-2 * len(self._places) :].view(2, -1) > 0).tolist()
+        found = zip(self._places, is_new, is_gone, strict=True)
+        changed = [name for name, changes, goes in found if changes and not goes]
         values, means = self.values(), self._means(arrival.names, arrival.vector, arrival.ranks)
         if late := [name for name in changed if name not in means]:
             vector = self._vector(late, values, [])
@@ -142,14 +140,22 @@ class RoundBuffers:
                 self._before[name] = mean.clone()
         self._listed = changed
 
-    def _vector(self, names: Sequence[str], values: Mapping[str, torch.Tensor], flags: Sequence[float]) -> torch.Tensor:
+    def _is_new(self, name: str, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Whether a buffer is not what it was when the round began, without waiting for a device."""
+        if name not in values or name not in self._before:
+            return self._truth(True)
+        return (self._before[name] != values[name]).any().to(self._device, self._dtype)
+
+    def _truth(self, value: bool) -> torch.Tensor:
+        return torch.full((), float(value), dtype=self._dtype, device=self._device)
+
+    def _vector(
+        self, names: Sequence[str], values: Mapping[str, torch.Tensor], flags: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Some buffers and flags in one vector. Buffers that are missing are zeros."""
-        parts = [torch.tensor(flags, dtype=self._dtype, device=self._device)]
-        for name in reversed(names):
-            form = self._forms[name][0]
-            found = values[name] if name in values else torch.zeros(form, dtype=self._dtype, device=self._device)
-            parts.insert(0, found.to(self._device, self._dtype).reshape(-1))
-        return torch.cat(parts)
+        none = torch.zeros(0, dtype=self._dtype, device=self._device)
+        parts = [values[name] if name in values else none.new_zeros(self._forms[name][0]) for name in names]
+        return torch.cat([none, *(each.to(none).reshape(-1) for each in (*parts, *flags))])
 
     def _means(self, names: Sequence[str], vector: torch.Tensor, ranks: int) -> dict[str, torch.Tensor]:
         """The means of some buffers, by name, of which a vector begins with the sums over a number of ranks."""

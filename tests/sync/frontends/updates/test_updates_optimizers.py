@@ -244,6 +244,7 @@ def wrapped() -> None:
         gradients(model, step)
         prepared.step()
     assert on_all(model) and attachment.steps == 2
+    sync.AdamDirection(model, prepared).remove()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attachment.load_state_dict(attachment.state_dict())
