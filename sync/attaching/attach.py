@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,7 +175,7 @@ def attach(
     return attachment
 
 
-def ranks_own(model: object, exclude: object) -> frozenset[str]:
+def ranks_own(model: object, exclude: Any) -> frozenset[str]:
     """The plain names of the parameters and buffers of a model that each rank has alone. Arguments that are not valid
     are refused later, on all ranks together."""
     is_list = isinstance(exclude, list | tuple | set | frozenset) and all(isinstance(each, str) for each in exclude)

@@ -139,7 +139,7 @@ class CountedSteps:
         self._own = vars(scaler).get("step")  # another one's, or that of a user
         self._step: Callable[..., Any] = scaler.step
         self._steps: Callable[[], OptimizerSteps | None] = weakref.ref(steps)
-        scaler.step = self  # type: ignore[method-assign, assignment]
+        scaler.step = self  # type: ignore[method-assign]
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         call = functools.partial(self._step, *arguments, **named)

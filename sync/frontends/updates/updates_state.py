@@ -81,7 +81,7 @@ class UpdatesState(ModelFrontend):
         arriving = None if self._arriving is None else self._arriving.state_dict()
         is_inside = self._taken or self._steps.begun or self._is_away
         differ = is_inside or arriving is not None or self.request.schedule.fragments > 1
-        own = {"begun": self._begun, "taken": self._taken, "arriving": arriving}
+        own: dict[str, Any] = {"begun": self._begun, "taken": self._taken, "arriving": arriving}
         values = self._values()
         if not differ:  # some that are frozen may
             begins = {name: self._anchors.begin(name, each) for name, each in values.items()}
