@@ -229,6 +229,7 @@ class Fuzz:
         before, scale = digest_of(_tensors(states)), None if self.scaler is None else self.scaler.state_dict()
         taken, number, follows = [each.taken for each in self.sides], self.step_number, self.choose.getrandbits(32)
         frozen = [each.model.part.weight.requires_grad for each in self.sides]
+        experts = [[tensor.detach().clone() for tensor in each.model.own()] for each in self.sides]  # not in states
         steps, found = self.choose.randrange(1, 6), list[dict[str, str]]()
         for turn in range(3):
             again = random.Random(follows)
@@ -244,6 +245,9 @@ class Fuzz:
                         model.part.requires_grad_(trains)
                     each.model.zero_grad()
                     each.loop.model.zero_grad()
+                for each, saved in zip(self.sides, experts, strict=True):
+                    for tensor, values in zip(each.model.own(), saved, strict=True):
+                        tensor.data.copy_(values)
                 self.step_number = number
                 if self.scaler is not None:
                     self.scaler.load_state_dict(scale)
