@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
@@ -13,9 +16,10 @@ from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.frontend import ModelFrontend
 from ..frontends.kinds import frontend_of, kind_of
+from ..frontends.members import left_out
 from ..frontends.ownership import end_spent
 from ..frontends.request import UNCOMPRESSED, ModuleOptions, Request
-from ..plans.plan import Plan
+from ..plans.plan import Frontend, Plan
 from ..tuning.auto import Auto
 from .attachment import Attachment
 
@@ -38,6 +42,7 @@ def attach(
     process_group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float | None = None,
     find_unused_parameters: bool = False,
+    exclude: Sequence[str] = (),
 ) -> Attachment:
     """Average the gradients of a model over the ranks, compressed, from the next backward on. Every rank calls it with
     the same arguments.
@@ -116,6 +121,10 @@ def attach(
             missing ones were zero. Costs a small collective per step. Without it a step in which a gradient is missing
             does not end, and the optimizer or the next backward says so.
 
+        exclude: for a bare module, the names of parameters and buffers that each rank has alone, such as its experts.
+            They are left as they are, and so is what DDP would ignore in the module
+            (``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``). A plan may have them.
+
     Returns:
         The attachment. It has the residuals for checkpoints and the bytes that were sent; ``close`` ends it.
 
@@ -141,8 +150,9 @@ def attach(
         weights=weights,
         seed=seed,
         start_step=0 if isinstance(plan, Auto) else start_step,
-        options=ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters),
+        options=ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters, exclude or ()),
         is_tuned=isinstance(plan, Auto),
+        left_out=ranks_own(model, exclude) if frontend.kind is Frontend.MODULE else frozenset(),
     )
 
     def check() -> tuple[Plan, list[str]]:
@@ -166,6 +176,13 @@ def attach(
     if isinstance(plan, Auto):
         attachment._tune(model, plan, start_step)
     return attachment
+
+
+def ranks_own(model: object, exclude: Any) -> frozenset[str]:
+    """The plain names of the parameters and buffers of a model that each rank has alone. Arguments that are not valid
+    are refused later, on all ranks together."""
+    is_list = isinstance(exclude, list | tuple | set | frozenset) and all(isinstance(each, str) for each in exclude)
+    return left_out(model, exclude if is_list else ()) if isinstance(model, torch.nn.Module) else frozenset()
 
 
 def _checked_auto(auto: Auto, start_step: int, options: ModuleOptions) -> list[str]:

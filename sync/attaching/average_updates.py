@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,12 @@ from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.ownership import end_spent
 from ..frontends.request import UNCOMPRESSED, ModuleOptions
 from ..frontends.updates.schedule import Every, Schedule
+from ..frontends.updates.site_parameters import without_elements
 from ..frontends.updates.updates_frontend import UpdatesFrontend
 from ..frontends.updates.updates_request import PLAIN_MEAN, Outer, UpdatesRequest
 from ..plans.plan import Frontend, Plan
 from ..tuning.auto import Auto
+from .attach import ranks_own
 from .attachment import Attachment
 
 AGGRESSIVE = ("EFSignSGD(block=1024, magnitude='projection')", "BlockQuant(bits=4)", "BlockQuant")
@@ -31,7 +34,7 @@ _SAFE = Auto()
 @outside_inference_mode
 def average_updates(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     plan: Plan | Compressor | str | Auto = _SAFE,
     *,
     every: Every = 1,
@@ -42,11 +45,12 @@ def average_updates(
     anchor_device: torch.device | str | None = None,
     decay: float | None = None,
     scale_steps: bool | None = None,
-    grad_scaler: GradScaler | None = None,
+    grad_scaler: GradScaler | Sequence[GradScaler] | None = None,
     residual_bits: int = 32,
     seed: int = 0,
     start_step: int = 0,
     process_group: dist.ProcessGroup | None = None,
+    exclude: Sequence[str] = (),
 ) -> Attachment:
     """Average the updates of a model over the ranks, compressed, in place of its gradients. Every rank calls it with
     the same arguments.
@@ -64,10 +68,11 @@ def average_updates(
         outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
         attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=100, outer=outer)
 
-    Parameters and buffers become those of rank 0. From then on buffers, such as those of batch norm, are each rank's
-    own. Clipping sees the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters
-    differ between ranks, so evaluate and save models between rounds. A model that loads a ``state_dict`` later on makes
-    the next step raise an error, because the next mean would undo it.
+    Parameters and buffers become those of rank 0. Floating-point buffers that are saved with the model, such as the
+    statistics of batch norm, become their mean after each round; all other buffers are each rank's own. Clipping sees
+    the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters differ between
+    ranks, so evaluate and save models between rounds. A model that loads a ``state_dict`` later on makes the next step
+    raise an error, because the next mean would undo it.
 
     With ``fragments`` a round sends the model in parts, one after the other, and with ``delay`` the training goes on
     until the mean of a part arrives, beside the communication (Streaming DiLoCo, Douillard et al., arXiv:2501.18512)::
@@ -83,7 +88,9 @@ def average_updates(
     Args:
         model: a module with parameters on one device. Frozen parameters are not sent. Ranks of a site may share it, in
             DistributedDataParallel or by ``fully_shard``, with process groups that are less than all ranks.
-        optimizer: the optimizer whose steps count. Changes of the model by others in a round are averaged, too.
+        optimizer: the optimizer that steps the model; or a list of all optimizers that do, such as Muon and AdamW. A
+            step ends when each of them has made one, in any order, and a second one before that raises an error, as
+            does a step of one that was not given. What else changes the model in a round is averaged, too.
         plan: a compressor such as ``EFSignSGD()`` or its spec, or a plan for a bare module, whose steps are rounds.
             Results of compressors must be means. Beside a codec of fewer bits, vectors are sent in 8 bits. By default,
             and with an :class:`~gckernels.sync.Auto`, one compressor is found while the model is trained: rounds with
@@ -110,13 +117,17 @@ def average_updates(
             makes short steps on one rank, because the second moment of a small batch has more noise than that of the
             gradients of all ranks. The factor is measured in every round, with 68 bytes per tensor. By default it is
             for compressed updates of one or two steps without ``outer``, and optimizers with ``betas`` and ``eps``.
-        grad_scaler: the gradient scaler that calls the steps of ``optimizer``. A step that it skips on one rank counts
-            there, as an update of zero; its method ``step`` is wrapped for that.
+        grad_scaler: the gradient scaler that calls the steps of ``optimizer``, or a list of several. A step that it
+            skips on one rank counts there, as an update of zero; its method ``step`` is wrapped for that. Several
+            models may share a scaler.
         residual_bits: with 8, residuals of element-wise quantisers take a byte per element instead of four.
         seed: the seed of the stochastic compressors.
         start_step: the number of rounds of one step each that come first, and are averaged exactly.
         process_group: the ranks that average their updates; by default all ranks. For models of ``fully_shard``, one
             rank of each site, all with the same shards.
+        exclude: the names of parameters and buffers that each rank has alone, such as its experts. They are left as
+            they are, and so is what DDP would ignore in the module
+            (``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``). A plan may have them.
 
     Returns:
         The attachment. It has the figures and the state for checkpoints; ``close`` ends it.
@@ -141,16 +152,17 @@ def average_updates(
         residual_bits=residual_bits,
         seed=seed,
         start_step=start_step,
-        options=ModuleOptions(process_group),
+        options=ModuleOptions(process_group, exclude=exclude),
         is_tuned=auto is not None,
         decay=_default_decay(schedule) if decay is None and not isinstance(plan, Plan) else decay,
-        optimizer=optimizer,
+        given_optimizers=_listed(optimizer),
         schedule=schedule,
         mixing=mixing,
         anchor_device=None if anchor_device is None else torch.device(anchor_device),
         outer=PLAIN_MEAN if outer is None else outer,
-        scaler=grad_scaler,
+        scalers=() if grad_scaler is None else _listed(grad_scaler),
         scale_steps=scale_steps,
+        left_out=ranks_own(model, exclude) | without_elements(model),
     )
 
     def check() -> tuple[Plan, list[str]]:
@@ -166,6 +178,11 @@ def average_updates(
     if auto is not None:
         attachment._tune(model, auto, start_step)
     return attachment
+
+
+def _listed(given: Any) -> list[Any]:
+    """The things that an argument lists, or the one that it is."""
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def of_updates(auto: Auto) -> Auto:

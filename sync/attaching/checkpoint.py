@@ -110,6 +110,7 @@ class Checkpoint:
             return (loaded, self._training.read_rest(loaded, states)), [state[HEADER]]
 
         job, take_rest = agreed("load", runtime.group, runtime.device, check)
+        self._training.frontend.settle()
         runtime.take_over(job)
         take_rest()
         self._reads = None  # from now on the object is for saving

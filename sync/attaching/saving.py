@@ -67,6 +67,7 @@ class SavedTraining:
             (job, take_rest), _ = check()
         if self.adopts_plans:
             self.adopt(job.plan)
+        self.frontend.settle()
         self.frontend.runtime.take_over(job)
         take_rest()
 

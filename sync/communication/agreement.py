@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from .collectives import CONSEQUENCES, all_gather, device_of_group, exchange_text
 
 T = TypeVar("T")
+
+_MOST_TEXTS = 2**20
+_SETTINGS = re.compile(r"settings: [0-9a-f]+ ([0-9]+) (.*)", re.DOTALL)
 
 
 class Disagreement(RuntimeError):
@@ -117,9 +121,8 @@ def agreed(
         if text.startswith("problem: "):
             raise RuntimeError(f"{caller}: failed on rank {rank}: {text.removeprefix('problem: ')}")
     if len(set(reports)) > 1:
-        summaries = [text.split(" ", 3)[3] for text in reports]
+        lengths, summaries = zip(*(_read_report(caller, *each) for each in enumerate(reports)), strict=True)
         message = f"{caller}: the ranks do not have the same settings:{_listed(summaries)}"
-        lengths = [int(text.split(" ", 3)[2]) for text in reports]
         first = _first_difference(hashes, lengths, group, device)
         if first:
             differing = texts[first] if first < len(texts) else "nothing"
@@ -146,7 +149,20 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def _first_difference(hashes: list[int], lengths: list[int], group: dist.ProcessGroup, device: torch.device) -> int:
+def _read_report(caller: str, rank: int, report: str) -> tuple[int, str]:
+    """The number of texts of a rank and its summary. What it has sent allocates memory, so it is checked; all ranks
+    have received the same, and raise together."""
+    found = _SETTINGS.fullmatch(report)
+    if found is None:
+        raise RuntimeError(f"{caller}: rank {rank} has sent no settings, but {report!r:.80}")
+    if len(found[1]) > len(str(_MOST_TEXTS)) or not 1 <= int(found[1]) <= _MOST_TEXTS:
+        raise RuntimeError(
+            f"{caller}: rank {rank} says that it has {found[1]:.40} settings, and {_MOST_TEXTS:,} are most"
+        )
+    return int(found[1]), found[2]
+
+
+def _first_difference(hashes: list[int], lengths: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> int:
     """Index of the first text after the summary that differs between ranks; 0 if there is none. Collective."""
     mine = torch.full((max(lengths),), -1, dtype=torch.int64, device="cpu")
     mine[: len(hashes)] = torch.tensor(hashes, dtype=torch.int64, device="cpu")

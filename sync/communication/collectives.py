@@ -8,6 +8,7 @@ import torch.distributed as dist
 _TEXT_NBYTES = 4096
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of errors that a rank has because another one has failed before."""
+_LONGEST_NBYTES = 2**28
 
 # torch 2.13 deprecates the older names, torch 2.11 has only those
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,3 +53,28 @@ def exchange_text(group: dist.ProcessGroup, device: torch.device, text: str) -> 
     received = torch.empty(dist.get_world_size(group), _TEXT_NBYTES, dtype=torch.uint8, device=device)
     all_gather(received.view(-1), sent.to(device), group=group)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in received.cpu()]
+
+
+def broadcast_text(group: dist.ProcessGroup, device: torch.device, source: int, text: str) -> str:
+    """The text of one rank, of any length up to 256 MiB. Collective; nothing is unpickled.
+
+    Args:
+        group: all ranks.
+        device: a device whose tensors the group can send.
+        source: the rank in the group.
+        text: the text of this rank.
+
+    Raises:
+        RuntimeError: it is longer. Every rank raises.
+    """
+    encoded = text.encode()
+    length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
+    dist.broadcast(length, group_src=source, group=group)
+    if not 0 <= (numel := int(length)) <= _LONGEST_NBYTES:
+        raise RuntimeError(f"gckernels: rank {source} says that it sends a text of {numel:,} bytes, which is too long")
+    is_source = dist.get_rank(group) == source
+    sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if is_source and numel else torch.empty(numel)
+    received = sent.to(device, torch.uint8)
+    if numel:
+        dist.broadcast(received, group_src=source, group=group)
+    return bytes(received.cpu().numpy()).decode(errors="replace")

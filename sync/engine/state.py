@@ -95,6 +95,14 @@ class RuntimeState:
             job = parts.read_state(state, self.part, self.rank, self.world_size)
         return job
 
+    def settle(self) -> None:
+        """Wait until nothing is on its way, because what residuals hold is about to be replaced. After a normal step
+        nothing is; after a backward that was broken off, messages may be."""
+        if self._engine is not None:
+            self._engine.lanes.finish()
+            if self.device.type == "cuda" and self._engine.lanes.error is None:
+                torch.cuda.synchronize(self.device)
+
     def forget(self) -> None:
         """Drop everything that residuals hold, because others will be loaded."""
         self._drop()

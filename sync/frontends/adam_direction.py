@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ..plans.arguments import differentiable
 from ..plans.strides import in_reals
 from .checks.models import refuse_sharded
-from .checks.optimizer_checks import in_a_scaler
+from .checks.optimizer_checks import in_a_scaler, unwrapped
 
 _CALLER = "AdamDirection"
 _STATE = ("steps", "first_moments", "second_moments")
@@ -68,6 +68,7 @@ class AdamDirection:
         for name, parameter in parameters.items():
             if hasattr(parameter, "to_local"):
                 raise TypeError(f"{_CALLER}: model must not be sharded, and its parameter {name} is a DTensor")
+        optimizer = unwrapped(optimizer)
         _check_optimizer(optimizer)
         if not (len(betas) == 2 and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)):
             raise ValueError(f"{_CALLER}: betas must be two numbers from 0 to below 1, got {betas!r}")

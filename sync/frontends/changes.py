@@ -114,6 +114,7 @@ class PlanChanges:
         self._fail, self._builds_between = fail or _refuse, fail is not None
 
         def make() -> Runtime:
+            self._frontend.settle()
             self._following = self._frontend.new_runtime(plan)
             return self._following
 
@@ -187,6 +188,7 @@ class PlanChanges:
             return frontend.runtime, [f"step {frontend.runtime.step}"]
 
         runtime = agreed("discard_step", frontend.group, frontend.device, check)
+        frontend.settle()
         self._optimizers.forget_step()
         is_lost = [runtime.discard_step(), self._parking.discard_step()]
         if any(is_lost) and not self._has_dropped:

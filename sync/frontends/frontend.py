@@ -257,6 +257,14 @@ class ModelFrontend(ABC):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def settle(self) -> None:
+        """Wait until nothing is on its way. Called before anything replaces the state or the plan.
+
+        Raises:
+            RuntimeError: what was on its way has failed.
+        """
+        self.runtime.settle()
+
     def state_dict(self) -> dict[str, Any]:
         """The entries of a checkpoint of this rank beside the state of its runtime; none for most models."""
         return {}

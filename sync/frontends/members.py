@@ -14,6 +14,43 @@ from ..plans.strides import grad_strides
 _NO_ID = 0
 
 
+def left_out(model: torch.nn.Module, exclude: Iterable[str] = ()) -> frozenset[str]:
+    """The plain names of the parameters and buffers of a model that each rank has alone: those that
+    DistributedDataParallel ignores (``_set_params_and_buffers_to_ignore_for_model``), and others. What has another name
+    as well is left out only with all its names.
+
+    Args:
+        model: the model.
+        exclude: the names of the others.
+    """
+    given = {plain_name(name) for name in (*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *exclude)}
+    if not given:
+        return frozenset()
+    parameters, buffers = (each(remove_duplicate=False) for each in (model.named_parameters, model.named_buffers))
+    named = [(plain_name(name), id(each)) for name, each in (*parameters, *buffers)]
+    kept = {key for name, key in named if name not in given}
+    return frozenset(name for name, key in named if key not in kept)
+
+
+def own_names(model: torch.nn.Module, left_out: Collection[str]) -> set[str]:
+    """The full names of the parameters and buffers of a model that are left out, given their plain names."""
+    named = (*model.named_parameters(), *model.named_buffers()) if left_out else ()
+    return {name for name, _ in named if plain_name(name) in left_out}
+
+
+def refuse_unknown(caller: str, model: torch.nn.Module, exclude: Any) -> None:
+    """Raise unless an argument ``exclude`` has names of parameters or buffers of a model.
+
+    Raises:
+        TypeError, ValueError: it has anything else.
+    """
+    if not isinstance(exclude, list | tuple | set | frozenset) or not all(isinstance(each, str) for each in exclude):
+        raise TypeError(f"{caller}: exclude must be a list of names of parameters and buffers, got {exclude!r:.80}")
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    if unknown := {plain_name(name) for name in exclude} - {plain_name(name) for name, _ in named}:
+        raise ValueError(f"{caller}: exclude must have names of parameters and buffers, got {listed(unknown)}")
+
+
 class Members:
     """The parameters of a model at the time when it was attached. It keeps neither them nor the model.
 
@@ -21,14 +58,22 @@ class Members:
         model: the model. When it is gone, the modules in which the parameters were registered count in its place. It
             may be a list of modules that nobody keeps.
         parameters: the parameters, by their plain names.
+        left_out: the plain names of those that each rank has alone.
 
     Attributes:
         references: the parameters, by name.
         forms: tensors without memory that have the shape and the dtype of each parameter, and strides of its gradient.
     """
 
-    def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        left_out: Collection[str] = (),
+    ) -> None:
         whole = getattr(model, "_orig_mod", model)
+        named = model.named_parameters(remove_duplicate=False) if left_out else ()
+        self._left_out = {id(each): weakref.ref(each) for name, each in named if plain_name(name) in left_out}
         self._model: weakref.ref[torch.nn.Module] = weakref.ref(whole)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         owners = (each for each in whole.modules() if not self._names.keys().isdisjoint(map(id, _own(each))))
@@ -91,6 +136,10 @@ class Members:
         if used:
             raise self._error(used)
 
+    def names_of(self, parameters: Iterable[torch.Tensor]) -> list[str]:
+        """The names of those parameters that are known."""
+        return [self._names[id(each)] for each in parameters if self._knows(each)]
+
     def unknown_with_gradients(self, ignored: Collection[str]) -> list[str]:
         """The names of parameters of the model that are not frozen, were not there, and have a gradient.
 
@@ -144,11 +193,15 @@ class Members:
     def _unknown(self) -> list[torch.nn.Parameter]:
         """The parameters of the model that are not frozen, and were not there."""
         trained = [each for each in self._now() if each is not None and each.requires_grad]
-        return [each for each in trained if not self._knows(each)]
+        return [each for each in trained if not self._knows(each) and not self._leaves_out(each)]
 
-    def _knows(self, parameter: torch.nn.Parameter) -> bool:
+    def _knows(self, parameter: torch.Tensor) -> bool:
         name = self._names.get(id(parameter))
         return name is not None and self.references[name]() is parameter
+
+    def _leaves_out(self, parameter: torch.Tensor) -> bool:
+        reference = self._left_out.get(id(parameter))
+        return reference is not None and reference() is parameter
 
     def _error(self, unknown: Iterable[torch.nn.Parameter]) -> RuntimeError:
         names = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -27,6 +27,7 @@ from ..programs.steps import Program, describe
 from ..programs.topology import Topology
 from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
 from .kinds import frontend_of, kind_of
+from .members import left_out
 
 _CALLER = "attach"
 UNCOMPRESSED = Identity()
@@ -60,7 +61,8 @@ def uniform_plan(
     Args:
         model: a DDP model or one of ``fully_shard`` or ``replicate``, whose plan has the parameters that DDP or FSDP
             averages, without those that they ignore; or a bare module, whose plan has all parameters that can have a
-            gradient, frozen or not; or pairs of name and parameter, such as ``module.named_parameters()``.
+            gradient, frozen or not, but those that DDP would ignore; or pairs of name and parameter, such as
+            ``module.named_parameters()``.
         compressor: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``.
         program: the steps by which parameters are sent, or their name in ``sync.programs.PROGRAMS``. The default is
             that of :func:`~gckernels.sync.programs.default_program`.
@@ -79,6 +81,9 @@ def uniform_plan(
     unwrapped = getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
     ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
     parameters = as_named_parameters("uniform_plan", model) if ddp_model is None else ddp_parameters(ddp_model)
+    if ddp_model is None and isinstance(model, torch.nn.Module):
+        ignored = left_out(model)
+        parameters = {name: each for name, each in parameters.items() if name not in ignored}
     refuse_without_shape("uniform_plan", parameters)
     kind = kind_of(unwrapped)
     sharded = frontend_of(kind) if kind in (Frontend.HSDP, Frontend.FSDP) else None
@@ -113,11 +118,13 @@ class ModuleOptions:
         process_group: the ranks that average their gradients; ``None`` for all.
         bucket_cap_mb: MiB of gradients that are launched together; ``None`` for the default.
         find_unused_parameters: gradients may be missing when backward ends.
+        exclude: the names of parameters and buffers that each rank has alone.
     """
 
     process_group: dist.ProcessGroup | None = None
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
+    exclude: Sequence[str] = ()
 
     def check(self) -> None:
         """Raise unless all are valid."""
@@ -151,6 +158,7 @@ class Request:
         is_tuned: whether plans are found while the model is trained. Then ``weights`` is one of the things to try, and
             otherwise it is that of each plan without its own.
         decay: the feedback of all units that have any; ``None`` for that of each plan.
+        left_out: the plain names of parameters that are not averaged. Units of a plan for them are dropped.
         caller: the name of the function that was called, for errors.
     """
 
@@ -172,6 +180,7 @@ class Request:
     options: ModuleOptions
     is_tuned: bool = False
     decay: float | None = None
+    left_out: frozenset[str] = frozenset()
 
     @property
     def enabled_scaler(self) -> GradScaler | None:
@@ -258,13 +267,15 @@ class Request:
     def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:
         if isinstance(self.plan, Plan):
             self._refuse_another_frontend(self.plan)
+            averaged = [unit for unit in self.plan.units if not self.left_out.issuperset(unit.parameters)]
+            given = self.plan if len(averaged) == len(self.plan.units) else self.plan.with_units(averaged)
             if self.strict:
-                return self.plan, f"plan {self.plan.fingerprint()[:16]}"
-            fitted, changes = self.plan.fitted(parameters.items())
+                return given, f"plan {given.fingerprint()[:16]}"
+            fitted, changes = given.fitted(parameters.items())
             if changes:
                 listed = "\n  ".join(changes)
                 warnings.warn(f"{self.caller}: the plan does not fit the model:\n  {listed}", stacklevel=2)
-            return fitted, f"plan {self.plan.fingerprint()[:16]}"
+            return fitted, f"plan {given.fingerprint()[:16]}"
         span = self.frontend.span()
         program = exact_program(span) if self.plan is UNCOMPRESSED else None
         compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan, an Auto")

@@ -120,14 +120,19 @@ class DeviceLanes:
             if key.resource.does == "compute" and isinstance(lane, ThreadLane):
                 lane.queue.settle()
 
+    def finish(self) -> None:
+        """Wait until threads have done all work that has been submitted, if this is none of them. Work on a device may
+        go on."""
+        self.end_step()
+        if not any(pool.runs_here for pool in self._pools):
+            self._drain()
+
     def close(self) -> None:
         """Finish all work, also on the device, and close all lanes; further calls do nothing.
 
         After a failure the device is not waited for, because it may be in a collective that never ends.
         """
-        self.end_step()
-        if not any(pool.runs_here for pool in self._pools):
-            self._drain()
+        self.finish()
         for pool in list(self._pools):
             pool.close()
         for stream in list(self._streams.values()):

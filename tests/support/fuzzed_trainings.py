@@ -426,8 +426,12 @@ def run(seed: int, kind: str | None = None) -> dict[str, int]:
     return values_of(run_ranks(3 if seed % 4 == 3 else 2, fuzzed, seed, kind, timeout_s=600))[0]
 
 
-def main() -> int:
-    """Train with many seeds and print what was done; the exit code is 1 if any training was wrong."""
+def main(run: Callable[[int], dict[str, int]] = run) -> int:
+    """Train with many seeds and print what was done; the exit code is 1 if any training was wrong.
+
+    Args:
+        run: trains with a seed.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=("ddp", "module"), help="by default each seed has its own")
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "STOP"))

@@ -120,10 +120,42 @@ def at_first_step(
 
 def in_a_scaler() -> bool:
     """Whether one of the callers is an enabled ``GradScaler.step``; the call itself does not show it."""
+    return calling_scaler() is not None
+
+
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """The enabled gradient scaler whose ``step`` is one of the callers; ``None`` if there is none."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
         frame = frame.f_back
-    return frame is not None and frame.f_locals["self"].is_enabled()
+    scaler: torch.amp.GradScaler | None = None if frame is None else frame.f_locals["self"]
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside one that Accelerate has prepared; anything else as it is."""
+    is_prepared = any(each.__module__.split(".")[0] == "accelerate" for each in type(optimizer).__mro__)
+    return optimizer.optimizer if is_prepared else optimizer
+
+
+def hooked(caller: str, optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer whose steps call hooks: that inside one that Accelerate has prepared, otherwise the given one.
+
+    Raises:
+        TypeError: it is no optimizer, or calls no hooks.
+    """
+    optimizer = unwrapped(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{caller}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError as error:
+        inside = "; give it the optimizer inside" if hasattr(optimizer, "optimizer") else ""
+        raise TypeError(
+            f"{caller}: optimizer must call the hooks of torch.optim.Optimizer, and {type(optimizer).__name__} has "
+            f"none{inside}"
+        ) from error
+    return optimizer
 
 
 def refuse_steps_in_backward(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +11,15 @@ from ...plans.arguments import differentiable
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_sparse_parameters, refuse_without_memory
 from ..checks.optimizer_checks import refuse_steps_in_backward
+from ..members import refuse_unknown
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
 
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
     """The plan of a request for a bare module, and the texts that must be the same on all ranks."""
-    parameters = parameters_of(request.caller, model)
+    refuse_unknown(request.caller, model, request.options.exclude)
+    parameters = parameters_of(request.caller, model, request.left_out)
     refuse_sparse_parameters("attach", model, parameters)
     refuse_steps_in_backward("attach", parameters)
     planned = planned_of(request.plan, parameters)
@@ -37,19 +39,25 @@ def fitting(request: Request, parameters: Mapping[str, torch.nn.Parameter]) -> t
     return checked, [f"{summary}, {settings}", *checked.lines(), *frozen_lines(parameters)]
 
 
-def parameters_of(caller: str, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters of a bare module that can have a gradient, by their plain names.
+def parameters_of(caller: str, model: torch.nn.Module, left_out: Collection[str] = ()) -> dict[str, torch.nn.Parameter]:
+    """The parameters of a bare module that can have a gradient and are not left out, by their plain names.
 
     Raises:
         TypeError, ValueError: it has none, or some are sharded, without memory, or on several devices.
     """
     refuse_sharded(caller, model)
-    parameters = differentiable(model.named_parameters())
+    parameters = averaged_of(model, left_out)
     if not parameters:
         raise ValueError(f"{caller}: model has no parameters that can have a gradient")
     refuse_without_memory(caller, parameters)
     refuse_several_devices(caller, parameters)
     return parameters
+
+
+def averaged_of(model: torch.nn.Module, left_out: Collection[str]) -> dict[str, torch.nn.Parameter]:
+    """The parameters that can have a gradient and are not left out, by their plain names."""
+    named = differentiable(model.named_parameters())
+    return {name: each for name, each in named.items() if name not in left_out}
 
 
 def frozen_lines(parameters: Mapping[str, torch.nn.Parameter]) -> list[str]:

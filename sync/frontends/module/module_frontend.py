@@ -15,17 +15,16 @@ from torch.distributed.utils import _sync_module_states
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...engine.runtime import Runtime
-from ...plans.arguments import differentiable
 from ...plans.buckets import BUCKET_NBYTES
 from ...plans.plan import Frontend, Plan
 from ..checks.hooks import weakly
 from ..frontend import Before, ModelFrontend
-from ..members import Members
+from ..members import Members, own_names
 from ..request import Request
 from .backward import Backward
 from .buckets import BROADCAST_NBYTES, Layouts
 from .gradient_hooks import GradientHook
-from .module_checks import checked_plan, fitting
+from .module_checks import averaged_of, checked_plan, fitting
 
 
 class ModuleFrontend(ModelFrontend):
@@ -38,8 +37,8 @@ class ModuleFrontend(ModelFrontend):
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: Request) -> None:
         super().__init__(model, plan, request)
-        self._members = Members(model, differentiable(model.named_parameters()))
-        _sync_module_states(model, self.group, BROADCAST_NBYTES, 0, set())
+        self._members = Members(model, averaged_of(model, request.left_out), request.left_out)
+        _sync_module_states(model, self.group, BROADCAST_NBYTES, 0, own_names(model, request.left_out))
         self._hooks: list[GradientHook] = []
         self._take(self._new_backward(self.new_runtime(plan)))
 

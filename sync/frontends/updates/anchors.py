@@ -19,6 +19,8 @@ from ...engine.failures import Outcome, wait_for
 from ...plans.strides import grad_strides
 from ..members import Members
 from .optimizer_states import check_optimizer, check_tensors, copied
+from .round_buffers import BufferArrival
+from .sent_states import SentState, broadcast_tensors, read, written
 from .updates_request import Outer
 
 
@@ -77,26 +79,46 @@ class Anchors:
                 anchor = torch.lerp(anchor, values.to(anchor), mixing)
             values.copy_(anchor)
 
+    def outer_written(self) -> tuple[str, list[torch.Tensor]]:
+        """The state of the outer optimizer as text, and its tensors.
+
+        Raises:
+            TypeError: it has something that cannot be sent.
+        """
+        return written("outer", self.outer.state_dict())
+
+    def outer_read(self, text: str, own: Sequence[torch.Tensor]) -> SentState:
+        """The state of the outer optimizer of another rank, without the values of its tensors.
+
+        Args:
+            text: what :meth:`outer_written` has returned there.
+            own: the tensors that it has returned here.
+
+        Raises:
+            ValueError: it is no state of such an optimizer.
+        """
+        state, tensors = read("outer", text, sum(each.nbytes for each in self.values.values()))
+        check_optimizer("outer", state, self.outer)
+        return SentState(state, tensors, own)
+
     @torch.no_grad()
-    def receive(self, group: dist.ProcessGroup, device: torch.device, source: int) -> dict[str, torch.Tensor]:
+    def receive(
+        self, group: dist.ProcessGroup, device: torch.device, source: int, outer: SentState
+    ) -> dict[str, torch.Tensor]:
         """Take the anchors and the state of the outer optimizer of a rank of a group. Collective.
 
         Args:
             group: the group.
             device: a device whose tensors it can send.
             source: the rank.
+            outer: the state of its outer optimizer.
 
         Returns:
             The anchors from before, by name. Anchors that have stayed the same are missing.
         """
         before = {name: each.detach().clone() for name, each in self.values.items()}
-        for each in self.values.values():
-            sent = each.detach().to(device)
-            dist.broadcast(sent, group_src=source, group=group)
-            each.copy_(sent)
-        outer = [self.outer.state_dict()]
-        dist.broadcast_object_list(outer, group_src=source, group=group)
-        self.outer.load_state_dict(outer[0])
+        broadcast_tensors(group, device, source, [*before.values()], [each.detach() for each in self.values.values()])
+        self.outer.load_state_dict(outer.received(group, device, source))
         return {name: each for name, each in before.items() if not torch.equal(each, self.values[name])}
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +135,7 @@ class Anchors:
         """Continue from a state of :meth:`state_dict`."""
         for name, anchor in self.values.items():
             anchor.copy_(state["anchors"][name])
-        self.outer.load_state_dict(state["outer"])
+        self.outer.load_state_dict(copied(state["outer"]))
 
 
 def _anchor(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
@@ -133,12 +155,14 @@ class Arrival:
         sent: the parameters as they were sent, if steps that are made meanwhile are to be kept; otherwise nothing.
         left: the number of steps until it arrives.
         futures: the messages that have not ended yet.
+        buffers: the buffers that are sent with it, at the end of a round.
     """
 
     means: dict[str, torch.Tensor]
     sent: dict[str, torch.Tensor]
     left: int
     futures: Sequence[Future[Outcome]] = field(default=(), repr=False)
+    buffers: BufferArrival | None = None
 
     def wait(self) -> None:
         """Wait until the means are there.
@@ -148,11 +172,14 @@ class Arrival:
         """
         futures, self.futures = self.futures, ()
         wait_for(futures)
+        if self.buffers is not None:
+            self.buffers.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the means and of the parameters that were sent, and the number of steps until they arrive."""
         self.wait()
-        return {"means": copied(self.means), "sent": copied(self.sent), "left": self.left}
+        buffers = None if self.buffers is None else self.buffers.state_dict()
+        return {"means": copied(self.means), "sent": copied(self.sent), "left": self.left, "buffers": buffers}
 
     @classmethod
     def read(cls, state: Any, parameters: Mapping[str, torch.Tensor]) -> Arrival:

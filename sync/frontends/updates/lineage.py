@@ -78,13 +78,14 @@ class Lineage:
             has_failed: whether its last mean has not arrived.
 
         Raises:
-            RuntimeError: the anchors of some ranks have gone apart. Every rank raises.
+            RuntimeError: the anchors of some ranks have gone apart, or a rank has sent something else. Every rank
+                raises.
         """
         own = _Standing(
             self.arrived, _digest(anchors), self._notes[max(self._notes)] if self._notes else "", has_failed
         )
         texts = exchange_text(group, device, json.dumps(vars(own)))
-        standings = [_Standing(**json.loads(text)) for text in texts]
+        standings = [_standing(*each) for each in enumerate(texts)]
         rank = max(range(len(standings)), key=lambda rank: (standings[rank].arrived, -rank))
         agreed("regroup", group, device, lambda: self._checked(standings, rank, dist.get_rank(group)))
         return Newest(rank, standings[rank].arrived, _is_behind(own, standings[rank]))
@@ -122,6 +123,18 @@ class Lineage:
     def load(self, state: Any) -> None:
         """Continue from what :meth:`state_dict` has returned."""
         self.arrived, self._notes = int(state["arrived"]), {int(at): str(each) for at, each in state["notes"].items()}
+
+
+def _standing(rank: int, text: str) -> _Standing:
+    """The standing that a rank has sent. All ranks read the same text, and raise together."""
+    try:
+        standing = _Standing(**json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RuntimeError(f"regroup: rank {rank} of the group has sent no standing, but {text!r:.80}") from error
+    given = [type(each) for each in vars(standing).values()]
+    if given != [int, str, str, bool] or standing.arrived < 0:
+        raise RuntimeError(f"regroup: rank {rank} of the group has sent a damaged standing, {text!r:.160}")
+    return standing
 
 
 def _is_behind(one: _Standing, newest: _Standing) -> bool:

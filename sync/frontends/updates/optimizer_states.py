@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 
 def copied(state: Any) -> Any:
-    """A copy of dicts, lists and tuples of tensors and of plain values."""
+    """A copy of dicts, lists and tuples of tensors and of other values."""
     return _mapped([state], lambda tensors: tensors[0].detach().clone())
 
 
@@ -33,7 +34,7 @@ def _mapped(states: Sequence[Any], function: Any) -> Any:
     if isinstance(first, list | tuple):
         lists = [each for each in states if isinstance(each, list | tuple) and len(each) == len(first)]
         return type(first)(_mapped(list(each), function) for each in zip(*lists, strict=True))
-    return first
+    return copy.deepcopy(first)
 
 
 def _mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -50,6 +51,15 @@ def check_optimizer(what: str, state: Any, optimizer: torch.optim.Optimizer) -> 
     """Raise a ValueError unless a state has the parameter groups of an optimizer."""
     if _sizes(state) != _sizes(optimizer.state_dict()):
         raise ValueError(f"state: {what} must be of {type(optimizer).__name__} with the same parameter groups")
+
+
+def check_optimizers(what: str, states: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise a ValueError unless there is a state for each optimizer, with the same parameter groups."""
+    if not isinstance(states, list) or len(states) != len(optimizers):
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        raise ValueError(f"state: {what} must be a list of the states of {names}")
+    for number, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+        check_optimizer(f"{what}[{number}]", state, optimizer)
 
 
 def _sizes(state: Any) -> list[int] | None:

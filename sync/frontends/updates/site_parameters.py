@@ -7,13 +7,15 @@ averages its shards with the ranks of other sites that have the same ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import is_lazy
 
-from ...plans.arguments import differentiable
+from ...plans.arguments import plain_name
+from ..module.module_checks import averaged_of
 
 
 def _dtensor() -> Any:
@@ -27,9 +29,16 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, shard).detach()
 
 
-def own_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that can have a gradient and of which this rank has elements, by their plain names."""
-    return with_elements(differentiable(model.named_parameters()))
+def own_parameters(model: torch.nn.Module, left_out: Collection[str]) -> dict[str, torch.nn.Parameter]:
+    """The parameters that can have a gradient, of which this rank has elements, and that are not left out, by their
+    plain names."""
+    return with_elements(averaged_of(model, left_out))
+
+
+def without_elements(model: object) -> frozenset[str]:
+    """The plain names of the parameters of a model of which this rank has no elements, and which are never sent."""
+    named = model.named_parameters() if isinstance(model, torch.nn.Module) else ()
+    return frozenset(plain_name(name) for name, each in named if not is_lazy(each) and not values_of(each).numel())
 
 
 def with_elements(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:

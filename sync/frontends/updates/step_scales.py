@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +30,15 @@ class StepScales:
     """The factors of the tensors of a model, and the steps that are made longer by them.
 
     Args:
-        optimizer: makes the steps.
+        optimizers: make the steps that get factors.
         group: the ranks that average updates.
         device: the device of the gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._optimizer, self._group, self._device = optimizer, group, device
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._optimizers, self._group, self._device = optimizers, group, device
         self._ranks = dist.get_world_size(group)
         self._signs: tuple[dict[str, int], torch.Tensor] | None = None  # by the tensors that have them
         self._measured: tuple[torch.Tensor, list[str], dist.Work] | None = None
@@ -49,16 +51,22 @@ class StepScales:
         own, mean = self._norms.get(name, (0.0, 0.0))
         return min(max(math.sqrt(own / mean), 1.0), math.sqrt(self._ranks)) if own > 0 < mean else 1.0
 
-    def before_step(self, parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
+    def before_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.nn.Parameter],
+        values: Mapping[str, torch.Tensor],
+    ) -> None:
         """Note where a step begins.
 
         Args:
+            optimizer: makes it.
             parameters: the parameters, by name.
             values: the values that this rank has of them.
         """
-        if not self._norms:
+        if not self._norms or all(each is not optimizer for each in self._optimizers):
             return
-        kept = {id(each): self._kept(group) for group in self._optimizer.param_groups for each in group["params"]}
+        kept = {id(each): self._kept(group) for group in optimizer.param_groups for each in group["params"]}
         factors = {
             name: self.factor(name) for name, each in parameters.items() if id(each) in kept and each.grad is not None
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -34,7 +34,7 @@ class UpdateBuckets:
         self._runtime, self._members, self._anchors, self._fragments = runtime, members, anchors, fragments
         numel = sum(in_reals(form).numel() for form in anchors.members.forms.values())
         self._layouts = Layouts(runtime, anchors.members, min(UPDATE_BUCKET_NBYTES, 4 * numel // fragments))
-        self._buckets, self._trained = list[Bucket](), frozenset[str]()
+        self._buckets, self._sent = list[Bucket](), frozenset[str]()
         self._lay_out()
 
     def close(self) -> None:
@@ -55,12 +55,15 @@ class UpdateBuckets:
             before += bucket.vector.nbytes
         return runs
 
-    def send(self, running: Round, number: int, deliver: Callable[[str, torch.Tensor], None]) -> Arrival:
+    def send(
+        self, running: Round, number: int, frozen: Collection[str], deliver: Callable[[str, torch.Tensor], None]
+    ) -> Arrival:
         """Measure the updates of a fragment and send them.
 
         Args:
             running: the round that sends it.
             number: its number in the round.
+            frozen: the names of frozen parameters that are sent as well.
             deliver: called with the name and the update of every parameter, which is its own gradient.
 
         Returns:
@@ -70,7 +73,7 @@ class UpdateBuckets:
             RuntimeError: parameters are trained that the attachment does not know.
         """
         runtime = self._runtime
-        self._lay_out()
+        self._lay_out(frozen)
         buckets = self.cut(running.fragments)[number]
         messages = [bucket.messages.now() for bucket in buckets]
         runtime.unused.begin()
@@ -82,11 +85,11 @@ class UpdateBuckets:
         runtime.end_step()
         return Arrival(means, {}, running.delay, futures)
 
-    def _lay_out(self) -> None:
-        """Take the buckets for the parameters that are trained now."""
-        trained = self._members.trained()
-        if trained is not self._trained:
-            self._buckets, self._trained = self._layouts.of(trained.intersection(self._anchors.values)), trained
+    def _lay_out(self, frozen: Collection[str] = ()) -> None:
+        """Take the buckets for the parameters that are trained now, and for some that are frozen."""
+        sent = self._members.trained().intersection(self._anchors.values).union(frozen)
+        if sent != self._sent:
+            self._buckets, self._sent = self._layouts.of(sent), sent
 
     def _measure(self, bucket: Bucket, deliver: Callable[[str, torch.Tensor], None]) -> dict[str, torch.Tensor]:
         """Write the updates of a bucket into it, with the sign of gradients, and return those by name."""

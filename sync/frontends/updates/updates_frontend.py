@@ -9,63 +9,47 @@ training may go on for some steps until their means arrive.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...communication.agreement import agreed
+from ...communication.collectives import broadcast_text, on_any_rank
 from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
-from ...plans.arguments import differentiable
 from ...plans.builders import resumable
 from ...plans.plan import Frontend, Plan, UnitPlan
 from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
-from ..frontend import UPDATES, ModelFrontend
-from ..members import Members
-from ..module.buckets import BROADCAST_NBYTES
 from ..request import ModuleOptions, Request
-from .anchors import Anchors, Arrival
-from .lineage import Lineage
-from .optimizer_states import check_optimizer, check_tensors, copied, mean_of
-from .optimizer_steps import OptimizerSteps
+from .anchors import Arrival
 from .schedule import Round
-from .site_parameters import own_parameters, values_of, with_elements
-from .step_scales import StepScales
+from .site_parameters import values_of
 from .update_buckets import UpdateBuckets
 from .updates_request import UpdatesRequest, checked_plan, fitting
+from .updates_state import UpdatesState
 
 
-class UpdatesFrontend(ModelFrontend):
+class UpdatesFrontend(UpdatesState):
     """The updates of a model on one rank. Construction is collective. Parameters and buffers of the model become those
     of rank 0."""
 
     kind = Frontend.MODULE
-    averaged: ClassVar[str] = UPDATES
     checked_plan = staticmethod(checked_plan)
-    request: UpdatesRequest
 
     def __init__(self, model: torch.nn.Module, plan: Plan, request: UpdatesRequest) -> None:
         super().__init__(model, plan, request)
-        self._members = Members(model, differentiable(model.named_parameters()))
-        values = {name: values_of(each) for name, each in own_parameters(model).items()}
-        states = [*values.values(), *(each.detach() for each in model.buffers())]
-        dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
-        self._anchors = Anchors(values, request.outer, request.anchor_device)
-        self._begun, self._taken = 0, 0  # the steps before the round that runs, and those of that round
-        self._is_away = False  # whether this rank averages with nobody
-        self._arriving: Arrival | None = None
-        self._lineage = Lineage()
         self._made_group: dist.ProcessGroup | None = None
-        self._scales: StepScales | None = None
-        self._has_loaded, self._has_begun, self._has_failed = False, False, False
+        self._has_begun, self._has_failed = False, False
+        self._gradients: dict[str, torch.Tensor] = {}
         self._take(self.new_runtime(plan))
 
     def register(self) -> Sequence[torch.nn.Module]:
-        self._steps = OptimizerSteps(self.request.optimizer, self.request.scaler, self._before_step, self._after_step)
+        self._steps.watch()
         hook, modules = ModelHook(weakly(self._note_load)), self.modules
         self._handles = [
             each.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
@@ -81,8 +65,11 @@ class UpdatesFrontend(ModelFrontend):
     def close(self) -> None:
         """Average nothing any more. The parameters stay as they are, those of this rank alone in the middle of a
         round."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and not self._has_failed:
+            with contextlib.suppress(RuntimeError):  # nobody will use it
+                arriving.wait()
         super().close()
-        self._arriving = None
         self._buckets.close()
         self._end_group()
 
@@ -94,19 +81,12 @@ class UpdatesFrontend(ModelFrontend):
     def is_outdated(self) -> bool:
         return self._members.have_changed
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        return with_elements(self._members.registered())
-
     def numels(self) -> dict[str, int]:
         return {name: in_reals(each).numel() for name, each in self._values().items()}
 
     def sent_parameters(self) -> dict[str, torch.nn.Parameter]:
         sent = super().sent_parameters()
         return {name: torch.nn.Parameter(values_of(each)) for name, each in sent.items()}
-
-    def _values(self) -> dict[str, torch.Tensor]:
-        """The values of the parameters that this rank has, by name."""
-        return {name: values_of(each) for name, each in self.parameters().items()}
 
     @property
     def averages_now(self) -> bool:
@@ -123,14 +103,13 @@ class UpdatesFrontend(ModelFrontend):
     # ---------------------------------------------------------------- changes of the plan
 
     def checked(self, request: Request) -> tuple[Plan, list[str]]:
-        return fitting(request, self.parameters())
+        plan, lines = fitting(request, self.parameters())
+        return plan, [*lines, *self._round_buffers.lines]
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
         before = self._buckets
 
         def install() -> None:
-            if self._arriving is not None:
-                self._arriving.wait()
             self._take(runtime)
             before.close()
 
@@ -155,17 +134,20 @@ class UpdatesFrontend(ModelFrontend):
         request = replace(self.request, group=group, everyone=group, options=ModuleOptions(group))
         agreed("regroup", group, self.device, self._checked_between_rounds)
         self._end_arrival()
+        outer, tensors = agreed("regroup", group, self.device, lambda: (self._anchors.outer_written(), [""]))
         newest = self._lineage.newest(group, self.device, self._anchors.values.values(), self._has_failed)
         scales = None if self._scales is None else self._scales.state_dict()
-        shared = [(self.plan.to_json(), before.next_step, self._begun, scales)]
-        dist.broadcast_object_list(shared, group_src=newest.rank, group=group)
-        text, step, begun, scales = shared[0]
+        own_entries = {"plan": self.plan.to_json(), "step": before.next_step, "begun": self._begun, "scales": scales}
+        text = broadcast_text(group, self.device, newest.rank, json.dumps(own_entries | {"outer": outer}))
 
-        def check() -> tuple[Plan, list[str]]:
-            plan = resumable(Plan.from_json(text), self.parameters(), dist.get_world_size(group))
-            return self.checked(replace(request, plan=plan))
+        def check() -> tuple[tuple[Plan, _Shared], list[str]]:
+            shared = _Shared.read(text)
+            plan = resumable(Plan.from_json(shared.plan), self.parameters(), dist.get_world_size(group))
+            read = self._anchors.outer_read(shared.outer, tensors)
+            plan, lines = self.checked(replace(request, plan=plan))
+            return (plan, replace(shared, outer=read)), lines
 
-        plan = agreed("regroup", group, self.device, check)
+        plan, shared = agreed("regroup", group, self.device, check)
         following = request.runtime(plan, self.parameters())
         if before.problem is not None:
             before.forget()
@@ -174,17 +156,19 @@ class UpdatesFrontend(ModelFrontend):
         before.close()
         self._end_group()
         self.request, self.group, self.rank, self._made_group = request, group, dist.get_rank(group), group
-        replaced = self._anchors.receive(group, self.device, newest.rank)
+        replaced = self._anchors.receive(group, self.device, newest.rank, shared.outer)
         # anchors that have the last update of this rank replace all it has; others keep what it alone has done
         followed = {name: each for name, each in self._values().items() if newest.is_ahead or name in replaced}
         self._anchors.hand_out(followed, {} if newest.is_ahead else replaced)
+        self._round_buffers.receive(group, newest.rank)
         self._lineage.follow(newest, self._anchors.values.values())
         self._scales = None
-        following.tracer, following.step = before.tracer, step
-        self._begun, self._taken, self._is_away, self._has_failed = begun, 0, ranks is None, False
+        following.tracer, following.step = before.tracer, shared.step
+        self._moved = {*self._anchors.values}
+        self._begun, self._taken, self._is_away, self._has_failed = shared.begun, 0, ranks is None, False
         self._take(following)
         if self._scales is not None:
-            self._scales.load(scales)
+            self._scales.load(shared.scales)
 
     def _end_group(self) -> None:
         """Destroy the group that the last change of members has made."""
@@ -209,7 +193,7 @@ class UpdatesFrontend(ModelFrontend):
         """
         if not self.is_open:
             raise RuntimeError("regroup: it is closed")
-        if self._taken and not self._has_failed:
+        if (self._taken or self._steps.begun) and not self._has_failed:
             taken, every = self._taken, self._round.every
             raise RuntimeError(
                 f"regroup: {taken} steps of a round of {every} have been made; call it between two rounds"
@@ -221,14 +205,15 @@ class UpdatesFrontend(ModelFrontend):
     def _note_load(self, *_: object) -> None:
         self._has_loaded = True
 
-    def _before_step(self) -> None:
-        """Check the parameters, and note where the step begins."""
+    def _before_step(self, number: int) -> None:
+        """Check the parameters, and note where the step of an optimizer begins."""
         if self._has_failed:
             raise self.runtime.problem or RuntimeError("gckernels: a round has failed; regroup lets other ranks go on")
         self._check_parameters()
+        self._moved |= self._members.trained()
         if self._scales is not None and not self._is_away:
             with torch.no_grad():
-                self._scales.before_step(self.parameters(), self._values())
+                self._scales.before_step(self.request.optimizers[number], self.parameters(), self._values())
 
     def _check_parameters(self) -> None:
         """Raise a RuntimeError if the model has loaded other parameters, which the next mean would undo."""
@@ -245,32 +230,44 @@ class UpdatesFrontend(ModelFrontend):
             self._has_loaded = False
 
     @torch.no_grad()
-    def _after_step(self) -> None:
-        """Count a step. Let a fragment arrive if it is time, and send the next one. Exact rounds at the start have one
-        step each, and send all fragments together."""
+    def _after_step(self, number: int, ends: bool) -> None:
+        """Count a step, if it ends with that of an optimizer. Let a fragment arrive if it is time, and send the next
+        one. Exact rounds at the start have one step each, and send all fragments together."""
         if self._is_away:
+            return
+        if self._scales is not None:
+            self._scales.after_step(self._values())
+            self._note_gradients(number)
+        if not ends:
             return
         self._has_failed = True  # unless it comes to its end
         running = self._round
         self._taken += 1
-        if self._scales is not None:
-            values = self._values()
-            self._scales.after_step(values)
-            if self._taken >= running.every:
-                grads = {name: each.grad for name, each in self.parameters().items()}
-                self._scales.measure({name: each for name, each in grads.items() if each is not None}, values)
+        gradients, self._gradients = self._gradients, {}
+        if self._scales is not None and self._taken >= running.every:
+            self._scales.measure(gradients, self._values())
         if (arriving := self._arriving) is not None:
             arriving.left -= 1
             if arriving.left <= 0:
                 self._arrive(arriving)
-        number = running.sent_after(self._taken)
+        fragment = running.sent_after(self._taken)
         if self._taken >= running.every:
             self._begun, self._taken = self._begun + self._taken, 0
-        if number is not None:
-            self._send(running, number)
+        if fragment is not None:
+            self._send(running, fragment)
         if self._scales is not None:
             self._scales.end_measuring()
         self._has_failed = False
+
+    def _note_gradients(self, number: int) -> None:
+        """Note the gradients with which an optimizer has stepped in the last step of a round. They may be cleared
+        before another one steps."""
+        if self._taken + 1 >= self._round.every:
+            stepped = {id(each) for group in self.request.optimizers[number].param_groups for each in group["params"]}
+            named = self.parameters().items()
+            self._gradients |= {
+                name: each.grad for name, each in named if id(each) in stepped and each.grad is not None
+            }
 
     @property
     def _round(self) -> Round:
@@ -285,12 +282,35 @@ class UpdatesFrontend(ModelFrontend):
         if not self._has_begun:
             self.request.refuse_averaged(self.parameters())  # the model may have been wrapped since
             self._has_begun = True
-        self._arriving = self._buckets.send(running, number, self.calls.deliver)
+        self._arriving = self._buckets.send(running, number, self._moved_and_frozen(), self.calls.deliver)
+        if number == running.fragments - 1:
+            self._arriving.buffers = self._round_buffers.send(self.group)
         self.averaged_nbytes = self._buckets.averaged_nbytes  # other parameters may be trained now
         if not running.delay:
             self._arrive(self._arriving)
         elif self.request.mixing is None:
             self._arriving.sent = {name: each.clone() for name, each in self._existing(self._arriving.means).items()}
+
+    def _moved_and_frozen(self) -> frozenset[str]:
+        """The frozen parameters that differ from their anchors on some rank, because they were trained before in the
+        round, or still have gradients. They are sent as well, or ranks would keep them different for ever."""
+        trained, values, parameters = self._members.trained(), self._values(), self.parameters()
+        if not (candidates := sorted((self._moved & self._anchors.values.keys()) - trained)):
+            self._moved = {*trained}
+            return frozenset()
+        flags = []
+        for name in candidates:
+            is_there = name in values
+            differs = is_there and not torch.equal(self._anchors.begin(name, values[name]), values[name])
+            flags += [differs, is_there and parameters[name].grad is not None]
+        flags = on_any_rank(self.group, self.device, *flags)
+        pairs = zip(candidates, flags[::2], flags[1::2], strict=True)
+        sent, moving = {}, {*trained}
+        for name, differs, has_gradient in pairs:
+            sent[name] = differs
+            moving |= {name} if differs or has_gradient else set()
+        self._moved = moving
+        return frozenset(name for name, differs in sent.items() if differs)
 
     def _existing(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The values of some parameters, as far as these still exist."""
@@ -303,54 +323,49 @@ class UpdatesFrontend(ModelFrontend):
         arriving.wait()
         self._anchors.move(arriving.means)
         self._lineage.arrived += 1
-        mixing = self.request.mixing if self.request.schedule.delay else None
-        self._anchors.hand_out(self._existing(arriving.means), arriving.sent, mixing)
+        mixing, trained = self.request.mixing if self.request.schedule.delay else None, self._members.trained()
+        own = self._existing(arriving.means)
+        frozen = {name: own.pop(name) for name in own.keys() - trained} if mixing is not None else {}
+        self._anchors.hand_out(own, arriving.sent, mixing)
+        self._anchors.hand_out(frozen, {})  # the mean has all of it
+        if arriving.buffers is not None:
+            self._round_buffers.arrive(arriving.buffers, self.group)
         self._arriving = None
         self.calls.end_step(True)
 
-    # ---------------------------------------------------------------- checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
-        """The anchors and the outer optimizer, the optimizer of this rank, the position in the round, and parameters
-        that are not those of the anchors."""
-        arriving = None if self._arriving is None else self._arriving.state_dict()
-        differ = self._taken or self._is_away or arriving is not None or self.request.schedule.fragments > 1
-        own = {"begun": self._begun, "taken": self._taken, "arriving": arriving}
-        own["parameters"] = copied(self._values() if differ else {})
-        own["optimizer"] = copied(self.request.optimizer.state_dict())
-        own["scales"] = None if self._scales is None else self._scales.state_dict()
-        own |= {"lineage": self._lineage.state_dict(), "away": self._is_away}
-        return {UPDATES: own | self._anchors.state_dict()}
+@dataclass(frozen=True)
+class _Shared:
+    """What ranks that come together take from the one with the newest anchors.
 
-    def read(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-        parameters, optimizer = self._values(), self.request.optimizer
-        found: dict[int, Any] = {state["rank"]: state.get(UPDATES) for state in states}
-        for rank, saved in found.items():
-            counts = [saved.get(name) for name in ("begun", "taken")] if isinstance(saved, dict) else [None]
-            if not all(type(count) is int and count >= 0 for count in counts):
-                raise ValueError(f"state: of rank {rank}: {UPDATES} must be a dict of average_updates")
-            self._anchors.check(saved)
-            check_optimizer("optimizer", saved.get("optimizer"), optimizer)
-            differ = saved["taken"] or saved.get("arriving") is not None or saved.get("parameters")
-            check_tensors("parameters", saved.get("parameters"), parameters if differ else {})
-        each = [found[rank] for rank in sorted(found)]
-        if len({(saved["begun"], saved["taken"]) for saved in each}) > 1:
-            raise ValueError("states: the ranks are not at the same step of a round")
-        is_same = len(states) == 1 or len(states) == self.runtime.world_size
-        one = found.get(self.rank, each[0]) if is_same else mean_of(each)
-        arriving = None if one.get("arriving") is None else Arrival.read(one["arriving"], parameters)
+    Attributes:
+        plan: its plan, as JSON.
+        step: the number of its next synchronisation.
+        begun: the number of its steps before the round that begins.
+        scales: its factors of steps, if it has any.
+        outer: the state of its outer optimizer.
+    """
 
-        @torch.no_grad()
-        def take() -> None:
-            self._anchors.load(one)
-            optimizer.load_state_dict(one["optimizer"])
-            for name, parameter in parameters.items():
-                parameter.copy_(one["parameters"].get(name, self._anchors.values[name].detach()))
-            self._begun, self._taken = one["begun"], one["taken"]
-            self._arriving, self._has_loaded = arriving, False
-            self._lineage.load(one["lineage"])
-            self._is_away = bool(one["away"])
-            if self._scales is not None:
-                self._scales.load(one.get("scales"))
+    plan: Any
+    step: int
+    begun: int
+    scales: dict[str, tuple[float, float]] | None
+    outer: Any
 
-        return take
+    @classmethod
+    def read(cls, text: str) -> _Shared:
+        """What a rank has sent.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        try:
+            shared = cls(**json.loads(text))
+            numbers = [each for pair in (shared.scales or {}).values() for each in (*pair, len(pair))]
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"what the rank with the newest parameters has sent is damaged: {error}") from error
+        counts = type(shared.step) is int and shared.step >= 0 and type(shared.begun) is int and shared.begun >= 0
+        pairs = all(type(each) in (int, float) for each in numbers) and {*numbers[2::3]} <= {2}
+        if not (counts and pairs and isinstance(shared.outer, str)):
+            raise ValueError(f"what the rank with the newest parameters has sent is damaged: {text!r:.200}")
+        return shared

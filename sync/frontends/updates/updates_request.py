@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -17,10 +18,12 @@ from gckernels.ops import BlockQuant, Identity
 
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
-from ..checks.optimizer_checks import is_adaptive
+from ..checks.optimizer_checks import hooked, is_adaptive
+from ..members import listed, refuse_unknown
 from ..module.module_checks import frozen_lines, planned_of
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
+from .round_buffers import RoundBuffers
 from .schedule import Schedule
 from .site_parameters import own_parameters, shard_lines, values_of
 from .step_scales import StepScales
@@ -37,13 +40,22 @@ class UpdatesRequest(Request):
 
     caller: ClassVar[str] = "average_updates"
 
-    optimizer: torch.optim.Optimizer
+    given_optimizers: Sequence[Any]
     schedule: Schedule
     mixing: float | None
     outer: Outer
     anchor_device: torch.device | None
-    scaler: GradScaler | None
+    scalers: Sequence[GradScaler]
     scale_steps: bool | None
+
+    @functools.cached_property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, as far as their steps call hooks.
+
+        Raises:
+            TypeError: one is none, or calls no hooks.
+        """
+        return [hooked(self.caller, each) for each in self.given_optimizers]
 
     def check(self, parameters: dict[str, torch.nn.Parameter]) -> str:
         """A summary of the arguments, which must be the same on all ranks.
@@ -54,17 +66,8 @@ class UpdatesRequest(Request):
         Raises:
             TypeError, ValueError: an argument is not valid.
         """
-        optimizer, schedule, mixing = self.optimizer, self.schedule, self.mixing
-        decay, scaler = self.decay, self.scaler
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"{self.caller}: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-            raise TypeError(
-                f"{self.caller}: optimizer must step all parameters on every rank, got ZeroRedundancyOptimizer"
-            )
-        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        if stepped.isdisjoint(map(id, parameters.values())):
-            raise ValueError(f"{self.caller}: optimizer must have parameters of the model, and has none of them")
+        schedule, mixing, decay = self.schedule, self.mixing, self.decay
+        self._check_optimizers(parameters)
         schedule.check(self.caller)
         if not (mixing is None or (isinstance(mixing, int | float) and 0 <= mixing <= 1)):
             raise ValueError(f"{self.caller}: mixing must be None or a number from 0 to 1, got {mixing!r}")
@@ -74,9 +77,10 @@ class UpdatesRequest(Request):
             raise TypeError(f"{self.caller}: scale_steps must be None, True or False, got {self.scale_steps!r}")
         if not (decay is None or (isinstance(decay, int | float) and 0 <= decay <= 1)):
             raise ValueError(f"{self.caller}: decay must be None or a number from 0 to 1, got {decay!r}")
-        if not (scaler is None or isinstance(scaler, GradScaler)):
-            got = type(scaler).__name__
-            raise TypeError(f"{self.caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+        for scaler in self.scalers:
+            if not isinstance(scaler, GradScaler):
+                got = type(scaler).__name__
+                raise TypeError(f"{self.caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
         probe = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=self.device))
         made: Any = self.outer([probe]) if callable(self.outer) else self.outer
         if not isinstance(made, torch.optim.Optimizer) or made is self.outer:
@@ -88,16 +92,37 @@ class UpdatesRequest(Request):
         settings = f"{schedule}, mixing {mixing}, decay {decay}, scale_steps {self.scale_steps}"
         return f"{settings}, outer {' '.join(repr(made).split())}"
 
+    def _check_optimizers(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        """Raise unless every optimizer has parameters of the model, and warn of parameters that none has."""
+        ids, stepped = {id(each) for each in parameters.values()}, set[int]()
+        if not self.optimizers or len({id(each) for each in self.optimizers}) < len(self.optimizers):
+            raise ValueError(f"{self.caller}: optimizer must be one or a list of different ones, got {self.optimizers}")
+        for optimizer in self.optimizers:
+            name = type(optimizer).__name__
+            if name == "ZeroRedundancyOptimizer":
+                raise TypeError(f"{self.caller}: optimizer must step all parameters on every rank, got {name}")
+            own = {id(each) for group in optimizer.param_groups for each in group["params"]}
+            if own.isdisjoint(ids):
+                raise ValueError(f"{self.caller}: optimizer must have parameters of the model, and {name} has none")
+            stepped |= own
+        if left := [name for name, each in parameters.items() if each.requires_grad and id(each) not in stepped]:
+            warnings.warn(
+                f"{self.caller}: no optimizer was given that has {listed(left)}; give a list of all optimizers, freeze "
+                "what none steps, or name it in exclude. What else changes it must do so before the last optimizer of "
+                "a step",
+                stacklevel=2,
+            )
+
     def scales(self, plan: Plan, before: StepScales | None) -> StepScales | None:
         """The factors of steps with a plan, those from before if there are any; ``None`` if steps have none."""
-        if not self._with_scales(plan):
+        if not (scaled := [each for each in self.optimizers if self._with_scales(plan, each)]):
             return None
-        return before or StepScales(self.optimizer, self.group, self.device)
+        return before or StepScales(scaled, self.group, self.device)
 
-    def _with_scales(self, plan: Plan) -> bool:
-        """Whether steps get factors with a plan. Published algorithms have none, so by default exact updates, an outer
-        optimizer and long rounds are left as they are."""
-        if self.scale_steps is not None or not is_adaptive(self.optimizer):
+    def _with_scales(self, plan: Plan, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether steps of an optimizer get factors with a plan. Published algorithms have none, so by default exact
+        updates, an outer optimizer and long rounds are left as they are."""
+        if self.scale_steps is not None or not is_adaptive(optimizer):
             return bool(self.scale_steps)
         compresses = any(unit.compressor != Identity() for unit in plan.units)
         return compresses and self.outer is PLAIN_MEAN and self.schedule.has_short_rounds
@@ -124,7 +149,8 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     assert isinstance(request, UpdatesRequest)
     caller = request.caller
     refuse_sharded(caller, model)
-    parameters = own_parameters(model)
+    refuse_unknown(caller, model, request.options.exclude)
+    parameters = own_parameters(model, request.left_out)
     if not parameters:
         raise ValueError(f"{caller}: model has no parameters that can have a gradient")
     refuse_without_shape(caller, parameters)
@@ -132,7 +158,8 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     refuse_several_devices(caller, parameters)
     refuse_claimed(caller, parameters)
     request.refuse_averaged(parameters)
-    return fitting(request, parameters)
+    plan, lines = fitting(request, parameters)
+    return plan, [*lines, *RoundBuffers(model, request.left_out, request.device).lines]
 
 
 def fitting(request: Request, parameters: dict[str, torch.nn.Parameter]) -> tuple[Plan, list[str]]:

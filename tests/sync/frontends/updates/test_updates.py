@@ -346,16 +346,32 @@ def another_plan() -> None:
 
 
 def buffers() -> None:
-    """Buffers are those of rank 0 at first, and each rank's own from then on."""
+    """Buffers are those of rank 0 at first. The statistics of a batch norm are the same after rounds, and the mean of
+    those of the ranks; constants, integers and what is not saved with the model are left alone."""
     torch.manual_seed(0)
     model = Normed()
     norm = model.layers[1]
     norm.running_mean.fill_(dist.get_rank())
+    model.register_buffer("constant", torch.full((3,), 0.1))
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
     optimizer = adamw(model)
-    attachment = sync.average_updates(model, optimizer, EFSignSGD())
+    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
     assert not norm.running_mean.any()
-    trained(model, optimizer, 2)
-    assert on_all(digest(model)) and not on_all(digest_of([norm.running_mean]))
+    for step in range(4):
+        model.cache.fill_(dist.get_rank())
+        if step == 2:
+            norm.running_var.mul_(2.0)
+        before = [each.clone() for each in (norm.running_mean, norm.running_var)]
+        model(model.batch(step, dist.get_rank())).backward()
+        own = [each.clone() for each in (norm.running_mean, norm.running_var)]
+        optimizer.step()
+        optimizer.zero_grad()
+        for found, mine, was in zip((norm.running_mean, norm.running_var), own, before, strict=True):
+            assert not torch.equal(mine, was)
+            mean = summed(mine.double()) / dist.get_world_size()
+            torch.testing.assert_close(found.double(), mean if step % 2 else mine.double(), rtol=1e-6, atol=1e-7)
+            assert on_all(digest_of([found])) == bool(step % 2)
+    assert torch.equal(model.constant, torch.full((3,), 0.1)) and (model.cache == dist.get_rank()).all()
     attachment.close()
 
 

@@ -33,7 +33,7 @@ def measured() -> None:
     parameters = {name: nn.Parameter(each) for name, each in values.items()}
     optimizer = torch.optim.AdamW(parameters.values())
     for noise, low, high in ((0.0, 1.0, 1.0 + 1e-6), (1.0, 1.0, math.sqrt(ranks)), (1e3, 1.2, math.sqrt(ranks))):
-        scales = StepScales(optimizer, group(), torch.device("cpu"))
+        scales = StepScales([optimizer], group(), torch.device("cpu"))
         for round_ in range(30):
             scales.measure(
                 {name: gradients(noise, each.numel(), rank + ranks * round_) for name, each in values.items()}, values
@@ -60,12 +60,12 @@ def longer() -> None:
         one, other, idle = (nn.Parameter(start.clone()) for _ in range(3))
         optimizer, plain = (kind([each], lr=0.1, weight_decay=decay) for each in (one, other))
         optimizer.add_param_group({"params": [idle]})
-        scales = StepScales(optimizer, group(), torch.device("cpu"))
+        scales = StepScales([optimizer], group(), torch.device("cpu"))
         scales.load({"one": (2.25, 1.0), "idle": (2.25, 1.0)})
         one.grad = other.grad = torch.ones(64)
         parameters = {"one": one, "idle": idle}
         values = {name: each.detach() for name, each in parameters.items()}
-        scales.before_step(parameters, values)
+        scales.before_step(optimizer, parameters, values)
         optimizer.step()
         scales.after_step(values)
         plain.step()
@@ -97,6 +97,34 @@ def chosen() -> None:
         attachment.close()
 
 
+def several() -> None:
+    """Optimizers that need factors get them, though each clears its gradients before the other one steps."""
+    model = build("Mlp")
+    parameters = dict(model.named_parameters())
+    halves = [
+        [each for name, each in parameters.items() if name.endswith("weight") is is_first] for is_first in (True, False)
+    ]
+    for kinds in ((torch.optim.AdamW, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.SGD)):
+        optimizers = [kind(half, lr=1e-3) for kind, half in zip(kinds, halves, strict=True)]
+        attachment = sync.average_updates(model, optimizers, EFSignSGD(), every=2)
+        for step in range(6):
+            model(model.batch(step, dist.get_rank())).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        scales = attachment._frontend._scales
+        assert all(scales.factor(name) > 1 for name in ("layers.0.weight", "layers.0.bias"))
+        for number, optimizer in enumerate(optimizers):
+            model(model.batch(6, dist.get_rank())).backward()
+            scales._factors = {}
+            scales.before_step(optimizer, parameters, {name: each.detach() for name, each in parameters.items()})
+            own = {id(each) for each in halves[number]}
+            found = {name for name in scales._factors if id(parameters[name]) in own}
+            assert found == scales._factors.keys() and bool(found) == (kinds[number] is torch.optim.AdamW)
+            scales._begins = {}
+        attachment.close()
+
+
 def resumed() -> None:
     digests: list[list[str]] = []
     state: Any = None
@@ -125,6 +153,7 @@ def every_part() -> None:
     longer()
     if dist.get_world_size() == 2:
         chosen()
+        several()
         resumed()
 
 
