@@ -13,6 +13,7 @@ from bench.lib.arms import PLAIN as PLAIN_DDP
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
 from bench.lib.step_tables import rate_name
+from gckernels import sync
 
 UPDATES, STEPS = RESULTS / "cpu" / "updates.csv", RESULTS / "cpu" / "updates_steps.csv"
 TIMED_RATES = ("2mbit", "20mbit", "200mbit", "1gbit")
@@ -29,6 +30,8 @@ class Parts(NamedTuple):
         every: the number of steps of its rounds; 0 for gradients, which have none.
         is_direction: whether gradients are replaced by Adam's directions (``sync.AdamDirection``).
         grows: whether rounds grow as the learning rate falls (``sync.quadratic_rounds``).
+        both: whether they follow it on both sides of its highest value.
+        is_short: whether steps have no factors (``scale_steps``), where they have by default.
         setting: the decay or delay that ends the name; empty if there is none.
     """
 
@@ -36,15 +39,22 @@ class Parts(NamedTuple):
     is_direction: bool
     every: int
     grows: bool
+    both: bool
+    is_short: bool
     setting: str
+
+    def rounds(self, rates: Sequence[float]) -> int | dict[int, int]:
+        """The rounds of a training with some learning rates."""
+        return sync.quadratic_rounds(rates, self.every, both=self.both) if self.grows else self.every
 
 
 def parts_of(arm: str) -> Parts:
     """The parts of the name of an arm."""
-    found = re.fullmatch(r"(.*?)(, direction)?(?:, every (\d+)( growing)?)?(?:, (?:decay|delay) ([\d.]+))?", arm)
+    rounds = r"(?:, every (\d+)( growing)?( both ways)?(, short steps)?)?"
+    found = re.fullmatch(rf"(.*?)(, direction)?{rounds}(?:, (?:decay|delay) ([\d.]+))?", arm)
     assert found is not None
-    spec, direction, every, grows, setting = found.groups()
-    return Parts(spec, bool(direction), int(every or 0), bool(grows), setting or "")
+    spec, direction, every, grows, both, is_short, setting = found.groups()
+    return Parts(spec, bool(direction), int(every or 0), bool(grows), bool(both), bool(is_short), setting or "")
 
 
 def accuracy_table(
@@ -74,7 +84,8 @@ def accuracy_table(
         parts = parts_of(arm)
         what = "Adam's directions" if parts.is_direction else "gradients"
         if parts.every:
-            what = f"updates of {parts.every} step{'s' if parts.every > 1 else ''}{' and more' if parts.grows else ''}"
+            what = f"updates of {parts.every}{' short' if parts.is_short else ''} step{'s' if parts.every > 1 else ''}"
+            what += f"{' and more' if parts.grows else ''}{', both ways' if parts.both else ''}"
         name = "nothing" if arm == PLAIN else f"`{parts.spec}`"
         table.append([what, name, parts.setting, sent[arm], f"{statistics.fmean(found.values()):.3f}", change, each])
     unit = "bits per byte" if network.startswith("bytes") else "bits per image"
@@ -181,19 +192,22 @@ def best_table(path: Path = UPDATES) -> str:
 
 def short_name(arm: str) -> str:
     """The name of an arm in pictures, such as ``"signs, H = 2"``."""
-    spec, is_direction, every, grows, decay = parts_of(arm)
+    parts = parts_of(arm)
+    spec, every, decay = parts.spec, parts.every, parts.setting
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
     name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
     if every:
-        name += f", H = {every}{' and more' if grows else ''}"
+        name += f", H = {every}{' and more' if parts.grows else ''}{', both ways' if parts.both else ''}"
+        name += ", short steps" if parts.is_short else ""
     if decay:
         name += f", decay {decay}"
     if every or arm == PLAIN:
         return name
-    return f"{'directions' if is_direction else 'gradients'}: {name}"
+    return f"{'directions' if parts.is_direction else 'gradients'}: {name}"
 
 
 def _order(arm: str) -> tuple[float, bool, str]:
     """A key that sorts arms: gradients, then updates by the number of steps, each without compression first."""
     parts = parts_of(arm)
-    return parts.every + (parts.is_direction + parts.grows) / 2, parts.spec not in (PLAIN, "Identity"), arm
+    part = (parts.is_direction + parts.grows) / 2 + parts.both / 4
+    return parts.every + part, parts.spec not in (PLAIN, "Identity"), arm

@@ -17,7 +17,7 @@ from gckernels.ops import BlockQuant, Identity
 
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
-from ..checks.optimizer_checks import is_adaptive
+from ..checks.optimizer_checks import normalises
 from ..module.module_checks import frozen_lines, planned_of
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
@@ -29,6 +29,9 @@ Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
 PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
 """The outer optimizer that adds the mean of the updates to the anchors."""
+SCALED_ROUND = 4
+"""The number of steps of a round up to which factors of steps make up for what exact updates lose
+(``bench/training/updates.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +91,19 @@ class UpdatesRequest(Request):
         settings = f"{schedule}, mixing {mixing}, decay {decay}, scale_steps {self.scale_steps}"
         return f"{settings}, outer {' '.join(repr(made).split())}"
 
-    def scales(self, plan: Plan, before: StepScales | None) -> StepScales | None:
-        """The factors of steps with a plan, those from before if there are any; ``None`` if steps have none."""
-        if not self._with_scales(plan):
+    def scales(self, before: StepScales | None) -> StepScales | None:
+        """The factors of steps, those from before if there are any; ``None`` if steps have none."""
+        if not self._with_scales:
             return None
         return before or StepScales(self.optimizer, self.group, self.device)
 
-    def _with_scales(self, plan: Plan) -> bool:
-        """Whether steps get factors with a plan. Published algorithms have none, so by default exact updates, an outer
-        optimizer and long rounds are left as they are."""
-        if self.scale_steps is not None or not is_adaptive(self.optimizer):
-            return bool(self.scale_steps)
-        compresses = any(unit.compressor != Identity() for unit in plan.units)
-        return compresses and self.outer is PLAIN_MEAN and self.schedule.has_short_rounds
+    @property
+    def _with_scales(self) -> bool:
+        """Whether steps get factors. By default those of an outer optimizer and of long rounds are left as
+        they are, because published algorithms have none, and ranks would only drift further apart."""
+        if self.scale_steps is not None:
+            return self.scale_steps
+        return normalises(self.optimizer) and self.outer is PLAIN_MEAN and self.schedule.has_rounds_of(SCALED_ROUND)
 
     def for_vectors(self, compressor: Compressor) -> Compressor:
         """The quantiser of vectors beside codecs of fewer bits. Exact vectors would take a sixth of what half a bit per
