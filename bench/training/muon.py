@@ -45,7 +45,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         groups[0]["decoupled_weight_decay"] = True
         super().__init__(groups, {})  # the same groups, so that a schedule sets the rates of the parts
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         for part in self._parts:
             part.step()
         return None

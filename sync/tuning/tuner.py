@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ import torch
 
 from ..accuracy.accuracy import relative_error
 from ..communication.agreement import Failure
+from ..frontends.frontend import GRADIENTS
 from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
 from ..traces.model_trace import ModelTrace
@@ -38,7 +39,7 @@ from .trials.trials import PLAIN
 from .watching.drift import Action, Allowance
 
 if TYPE_CHECKING:
-    from .decay import ResidualDecay
+    from .optimizers import Optimizers
     from .recording import StepRecording
     from .watching.watching import Running
 
@@ -76,10 +77,10 @@ class Tuner:
         self._spans = StepSpans(model, training.frontend.group, training.frontend.device)
         self._found: dict[tuple[str, str], float] = {}  # errors because of which compressors were left
         self._running: Running | None = None  # once a plan has been watched
-        self._decay: ResidualDecay | None = None
-        if any(stage.is_aggressive for stage in rules.stages):
-            decay = importlib.import_module(".decay", __package__)
-            self._decay = decay.ResidualDecay(training.frontend.parameters().values())
+        self._optimizers: Optimizers | None = None
+        if training.frontend.averaged == GRADIENTS and any(stage.accuracy.is_aggressive for stage in rules.stages):
+            optimizers = importlib.import_module(".optimizers", __package__)
+            self._optimizers = optimizers.Optimizers(training.frontend.parameters().values(), training.ranks)
         self._sequence = self._tuned()
         training.listeners.add(self._go_on)
         self._go_on()
@@ -90,8 +91,8 @@ class Tuner:
         self._sequence = (None for _ in ())
         self._end_proposals()
         self._spans.close()
-        if self._decay is not None:
-            self._decay.close()
+        if self._optimizers is not None:
+            self._optimizers.close()
 
     def _end_proposals(self) -> None:
         if self._recording is not None:
@@ -203,6 +204,7 @@ class Tuner:
         start, before, policy = training.steps, training.plan, training.policy
         race = Race(training, self._spans, self._plain)
         yield from race.run(start + STEPS)
+        stage = self._in_use(stage)
         trace = (yield from self._traced(stage)).remembering(self._found)
         joins = dict.fromkeys(self._again(before, trace, stage), policy)
         for number, proposer in enumerate(self._proposers):
@@ -217,16 +219,25 @@ class Tuner:
                 plans = ()
             elif not number:
                 self._retries = self._retries.settled()
-            if self._decay is not None:
-                plans = tuple(map(self._decay.of, plans))
+            if self._optimizers is not None:
+                plans = self._optimizers.decaying(plans)
             winner = race.winner
-            is_new = race.join({**joins, **{plan: _policy_of(plan) for plan in plans}}, before)
+            is_new = self._join(race, {**joins, **{plan: _policy_of(plan) for plan in plans}}, before, stage, trace)
             if not number:
                 yield from race.run(start + STEPS, MORE)
             elif not is_new or not (yield from self._runs_on(race, winner)):
                 continue
             tuned = self._decided(race, trace, (stage, *later))
         return tuned
+
+    def _in_use(self, stage: Phase) -> Phase:
+        """A rule as it holds in front of the optimizers that are in use. Collective."""
+        return stage if self._optimizers is None else self._optimizers.rule(stage)
+
+    def _join(self, race: Race, plans: Mapping[Plan, str], incumbent: Plan, stage: Phase, trace: ModelTrace) -> bool:
+        """Let plans take part in a race, judged by the rule; returns whether there are new ones. Collective."""
+        slowdowns = [stage.slowdown(plan, trace) for plan in plans]
+        return race.join(plans, incumbent, self._ranks.slowest(slowdowns) if stage.slows and plans else None)
 
     def _runs_on(self, race: Race, winner: Plan) -> Steps[bool]:
         """Let plans run that have joined a race, and return whether they could. Otherwise the winner from before goes
@@ -268,10 +279,10 @@ class Tuner:
         still be faster than they are."""
         if action is Action.TRY_NONE and tuned is not None:
             plan, policy, trace = self._training.plan, self._training.policy, tuned.trace.remembering(self._found)
-            race = Race(self._training, self._spans, self._plain)
-            race.join(dict.fromkeys(self._again(plan, trace, stage), policy), plan)
+            race, rule = Race(self._training, self._spans, self._plain), self._in_use(stage)
+            self._join(race, dict.fromkeys(self._again(plan, trace, rule), policy), plan, rule, trace)
             yield from race.run(self._training.steps + STEPS, MORE)
-            tuned = self._decided(race, tuned.trace, (stage, *later))
+            tuned = self._decided(race, tuned.trace, (rule, *later))
             if self._compresses(self._training.plan) or self._running is None or not self._running.may_replan():
                 return tuned
         return (yield from self._tune(stage, later))
@@ -292,7 +303,7 @@ class Tuner:
         training, trials = self._training, race.trials
         outcome = importlib.import_module(".trials.trial_report", __package__).outcome
         training.decide(outcome(training.steps, trace, race, stages, self._ranks.world_size, training.frontend.kind))
-        times_s = (trials.median_s(trials.winner), trials.median_s(PLAIN), race.computing_s)
+        times_s = (race.measured_s(trials.winner), race.measured_s(PLAIN), race.computing_s)
         return Tuned(trace, stages[0].accuracy, *times_s)
 
 

@@ -6,7 +6,7 @@ Every ``yield`` is a training step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...accuracy.accuracy import AccuracyLike
@@ -35,7 +35,8 @@ class Race:
     Attributes:
         arms: the plans, plain averaging first.
         policies: for every plan the name of the policy that has found it.
-        trials: the times of their steps.
+        trials: the times of their steps, by which they are compared: multiplied by what a training takes longer for
+            the error of a plan.
         sent_nbytes: for every plan that had a turn, by number, the bytes that a rank has sent in a step, on the rank
             that sends most.
         recorded: for every plan that compresses and had a turn, by number, one of its steps on this rank.
@@ -48,6 +49,7 @@ class Race:
         self.arms: tuple[Plan, ...] = (plain,)
         self.policies: tuple[str, ...] = ("none",)
         self.trials = Trials.of(1)
+        self._slowdowns: tuple[float, ...] = (1.0,)
         self.sent_nbytes: dict[int, float] = {}
         self.recorded: dict[int, RecordedStep] = {}
         self.exposed_s: dict[int, float] = {}
@@ -60,21 +62,35 @@ class Race:
     @property
     def computing_s(self) -> float:
         """The seconds of a span that waits for no communication; 0 if they are not known."""
-        known = [self.trials.median_s(arm) - exposed_s for arm, exposed_s in self.exposed_s.items() if exposed_s]
+        known = [self.measured_s(arm) - exposed_s for arm, exposed_s in self.exposed_s.items() if exposed_s]
         return max(min(known, default=0.0), 0.0)
 
-    def join(self, plans: Mapping[Plan, str], incumbent: Plan | None = None) -> bool:
+    def judged_s(self, arm: int, step_s: float) -> float:
+        """The seconds by which a step of an arm is judged, longer if a training needs more steps with it."""
+        return step_s * self._slowdowns[arm]
+
+    def measured_s(self, arm: int) -> float:
+        """The median step of an arm, in seconds; infinity before its first turn."""
+        return self.trials.median_s(arm) / self._slowdowns[arm]
+
+    def join(
+        self, plans: Mapping[Plan, str], incumbent: Plan | None = None, slowdowns: Sequence[float] | None = None
+    ) -> bool:
         """Let plans take part that do not yet, and return whether there are any.
 
         Args:
             plans: the plans, with the names of the policies that have found them.
             incumbent: the one of all plans that has won an earlier race, if one has.
+            slowdowns: how many times as many steps a training needs with each of the plans, the same on all ranks; by
+                default as many as with plain steps.
         """
+        slower = dict(zip(plans, slowdowns or [1.0] * len(plans), strict=True))
         numbers = {plan.fingerprint(): number for number, plan in enumerate(self.arms)}
         for plan, policy in plans.items():
             if plan.fingerprint() not in numbers:
                 numbers[plan.fingerprint()] = len(self.arms)
                 self.arms, self.policies = (*self.arms, plan), (*self.policies, policy)
+                self._slowdowns = (*self._slowdowns, slower[plan])
         new = len(self.arms) - len(self.trials.turns)
         self.trials = self.trials.joined(new, None if incumbent is None else numbers.get(incumbent.fingerprint()))
         return new > 0
@@ -120,7 +136,7 @@ class Race:
         exposed_s = 0.0 if recorded is None else recorded.exposed_s
         mine = [training.frontend.sent_nbytes_per_step(), exposed_s, *bounds_of(spans.taken())]
         nbytes, waited_s, *maxima = training.ranks.slowest(mine)
-        self.trials = self.trials.after(turn.arm, of_all_ranks(maxima))
+        self.trials = self.trials.after(turn.arm, [self.judged_s(turn.arm, each) for each in of_all_ranks(maxima)])
         self.sent_nbytes[turn.arm], self.exposed_s[turn.arm] = nbytes, waited_s
         if recorded is not None:
             self.recorded[turn.arm] = recorded

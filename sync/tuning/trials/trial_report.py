@@ -95,7 +95,7 @@ def outcome(
         frontend: the kind of the model.
     """
     trials = race.trials
-    plain_s = trials.median_s(PLAIN)
+    plain_s = race.measured_s(PLAIN)
     recorded = PlainSteps(max(len(trace.buckets), 1), trace.nbytes, plain_s, race.computing_s or None)
     tried = {arm: _tried(race, arm, trace, world_size) for arm in sorted(race.sent_nbytes) if arm != PLAIN}
     winner = tried.pop(trials.winner, None)
@@ -103,13 +103,15 @@ def outcome(
         sentences = stays_plain(recorded, list(tried.values()), stages[0], _HOW[frontend])
     else:
         sentences = compresses(recorded, winner, list(tried.values()), *stages[:2])
+    for note in stages[0].notes:
+        sentences = Sentences(f"{sentences.log}; {note}", f"{sentences.page} {capitalised(note)}.")
     return Decision(
         step,
         sentences.log,
         policy="none" if winner is None else winner.policy,
         plan_fingerprint=race.winner.fingerprint(),
         predicted_s=None if winner is None else winner.predicted_s,
-        measured_s=_finite(trials.median_s(trials.winner)),
+        measured_s=_finite(race.measured_s(trials.winner)),
         none_s=_finite(plain_s),
         error=None if winner is None else winner.error,
         short=sentences.page,
@@ -126,7 +128,7 @@ def _tried(race: Race, arm: int, trace: ModelTrace, world_size: int) -> Tried:
     with contextlib.suppress(TraceError):  # no error is known
         error = relative_error(plan, trace)
     predicted_s = None if plan.prediction is None else plan.prediction.step_s
-    measured_s, sent_nbytes = race.trials.median_s(arm), race.sent_nbytes[arm]
+    measured_s, sent_nbytes = race.measured_s(arm), race.sent_nbytes[arm]
     return Tried(summary_of(plan, world_size), race.policies[arm], predicted_s, measured_s, error, sent_nbytes)
 
 
