@@ -18,6 +18,8 @@ from gckernels import sync
 UPDATES, STEPS = RESULTS / "cpu" / "updates.csv", RESULTS / "cpu" / "updates_steps.csv"
 TIMED_RATES = ("2mbit", "20mbit", "200mbit", "1gbit")
 """The rates of the links over which trainings with updates are timed."""
+USUAL_STEPS = ("400", "1404")
+"""The numbers of steps of the trainings that are compared between networks."""
 PLAIN = "none"
 SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 
@@ -156,7 +158,7 @@ def to_plain(results: Results, arm: str) -> list[float]:
 def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
     """The results of all arms by network and optimizer, each with the rate that was best for it with the first seed.
     Only trainings with the usual number of steps, ranks and ``beta2``."""
-    usual = [row for row in rows if (row["ranks"], row["beta2"]) == ("2", "0.95") and row["steps"] != "900"]
+    usual = [row for row in rows if (row["ranks"], row["beta2"]) == ("2", "0.95") and row["steps"] in USUAL_STEPS]
     found: dict[str, Results] = {}
     for name in dict.fromkeys((row["network"], row["optimizer"]) for row in usual):
         results: Results = {}
