@@ -42,7 +42,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     Args:
         parameters: all parameters.
-        matrices: those that Muon steps.
+        matrices: the parameters that Muon steps.
         betas: the decays of AdamW's moments.
     """
 

@@ -41,9 +41,9 @@ def roles_of(
     The output is the weight of the last ``nn.Linear``, the first one whose gradient is ready. A model whose last layer
     has the weight of an embedding has none: that weight is an embedding.
 
-    Matrices of other classes than those of ``torch.nn`` may have any role (:func:`untold`). Those that count as an
-    embedding are the ones of which there is no other with the same name but for its numbers, as layers have; the last
-    one whose gradient is ready, if there is no ``nn.Embedding``; and the first one, if there is no ``nn.Linear``.
+    Matrices of other classes than those of ``torch.nn`` may have any role (:func:`unclassified`). One counts as an
+    embedding if no other has the same name but for its numbers, as layers have; if its gradient is the last one of them
+    that is ready, and there is no ``nn.Embedding``; or if it is the first one, and there is no ``nn.Linear``.
 
     Args:
         module: the model.
@@ -59,7 +59,7 @@ def roles_of(
         last = next((name for name in order if id(parameters[name]) in linear), None)
         if last is not None:
             roles[last] = Role.OUTPUT
-    unknown = untold(module, parameters)
+    unknown = unclassified(module, parameters)
     kinds = Counter(map(_without_numbers, unknown))
     spared = [name for name in unknown if kinds[_without_numbers(name)] == 1]
     ready = [name for name in order if name in unknown]
@@ -67,15 +67,15 @@ def roles_of(
     return roles | dict.fromkeys([*spared, *ends], Role.EMBEDDING)
 
 
-def untold(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
-    """The names of matrices that belong to no class of ``torch.nn``, so that nothing tells what they are.
+def unclassified(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> set[str]:
+    """The names of matrices that belong to no class of ``torch.nn``, which would say what they are for.
 
     Args:
         module: the model.
         parameters: its parameters, by name.
     """
-    told = {id(each) for part in module.modules() if _is_of_torch(part) for each in part.parameters(recurse=False)}
-    return {name for name, each in parameters.items() if each.dim() > 1 and id(each) not in told}
+    known = {id(each) for part in module.modules() if _is_of_torch(part) for each in part.parameters(recurse=False)}
+    return {name for name, each in parameters.items() if each.dim() > 1 and id(each) not in known}
 
 
 def _without_numbers(name: str) -> str:

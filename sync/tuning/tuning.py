@@ -15,7 +15,7 @@ from ..frontends.listeners import Listeners
 from ..plans.names import summary_of
 from ..plans.plan import Plan
 from ..stats.stats import Figures
-from ..traces.model_parameters import unmeasured, untold
+from ..traces.model_parameters import unclassified, unmeasured
 from ..traces.traced_tensors import Role
 from .auto import Auto
 from .progress import Progress
@@ -58,7 +58,7 @@ class Tuning:
         self._tuner: Tuner | None = None
         self._is_given = False  # whether the training has changed the plan itself
         parameters = frontend.parameters()
-        trace, unknown = unmeasured(model, parameters), untold(model, parameters)
+        trace, unknown = unmeasured(model, parameters), unclassified(model, parameters)
         spared = [each.name for each in trace.tensors if each.name in unknown and each.role is not Role.WEIGHT]
         phases = (each.saying(guessed(spared)) if spared else each for each in auto.phases(start_step))
         self._rules = Rules(tuple(phases), trace, frontend.request.gathered_by)
