@@ -13,10 +13,13 @@ from bench.lib.arms import PLAIN as PLAIN_DDP
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown_of_cells
 from bench.lib.step_tables import rate_name
+from gckernels import sync
 
 UPDATES, STEPS = RESULTS / "cpu" / "updates.csv", RESULTS / "cpu" / "updates_steps.csv"
 TIMED_RATES = ("2mbit", "20mbit", "200mbit", "1gbit")
 """The rates of the links over which trainings with updates are timed."""
+USUAL_STEPS = ("400", "1404")
+"""The numbers of steps of the trainings that are compared between networks."""
 PLAIN = "none"
 SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 
@@ -29,6 +32,8 @@ class Parts(NamedTuple):
         every: the number of steps of its rounds; 0 for gradients, which have none.
         is_direction: whether gradients are replaced by Adam's directions (``sync.AdamDirection``).
         grows: whether rounds grow as the learning rate falls (``sync.quadratic_rounds``).
+        both: whether they follow it on both sides of its highest value.
+        is_short: whether steps have no factors (``scale_steps``), where they have by default.
         setting: the decay or delay that ends the name; empty if there is none.
     """
 
@@ -36,15 +41,22 @@ class Parts(NamedTuple):
     is_direction: bool
     every: int
     grows: bool
+    both: bool
+    is_short: bool
     setting: str
+
+    def rounds(self, rates: Sequence[float]) -> int | dict[int, int]:
+        """The rounds of a training with some learning rates."""
+        return sync.quadratic_rounds(rates, self.every, both=self.both) if self.grows else self.every
 
 
 def parts_of(arm: str) -> Parts:
     """The parts of the name of an arm."""
-    found = re.fullmatch(r"(.*?)(, direction)?(?:, every (\d+)( growing)?)?(?:, (?:decay|delay) ([\d.]+))?", arm)
+    rounds = r"(?:, every (\d+)( growing)?( both ways)?(, short steps)?)?"
+    found = re.fullmatch(rf"(.*?)(, direction)?{rounds}(?:, (?:decay|delay) ([\d.]+))?", arm)
     assert found is not None
-    spec, direction, every, grows, setting = found.groups()
-    return Parts(spec, bool(direction), int(every or 0), bool(grows), setting or "")
+    spec, direction, every, grows, both, is_short, setting = found.groups()
+    return Parts(spec, bool(direction), int(every or 0), bool(grows), bool(both), bool(is_short), setting or "")
 
 
 def accuracy_table(
@@ -74,7 +86,8 @@ def accuracy_table(
         parts = parts_of(arm)
         what = "Adam's directions" if parts.is_direction else "gradients"
         if parts.every:
-            what = f"updates of {parts.every} step{'s' if parts.every > 1 else ''}{' and more' if parts.grows else ''}"
+            what = f"updates of {parts.every}{' short' if parts.is_short else ''} step{'s' if parts.every > 1 else ''}"
+            what += f"{' and more' if parts.grows else ''}{', both ways' if parts.both else ''}"
         name = "nothing" if arm == PLAIN else f"`{parts.spec}`"
         table.append([what, name, parts.setting, sent[arm], f"{statistics.fmean(found.values()):.3f}", change, each])
     unit = "bits per byte" if network.startswith("bytes") else "bits per image"
@@ -145,7 +158,7 @@ def to_plain(results: Results, arm: str) -> list[float]:
 def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
     """The results of all arms by network and optimizer, each with the rate that was best for it with the first seed.
     Only trainings with the usual number of steps, ranks and ``beta2``."""
-    usual = [row for row in rows if (row["ranks"], row["beta2"]) == ("2", "0.95") and row["steps"] != "900"]
+    usual = [row for row in rows if (row["ranks"], row["beta2"]) == ("2", "0.95") and row["steps"] in USUAL_STEPS]
     found: dict[str, Results] = {}
     for name in dict.fromkeys((row["network"], row["optimizer"]) for row in usual):
         results: Results = {}
@@ -181,19 +194,22 @@ def best_table(path: Path = UPDATES) -> str:
 
 def short_name(arm: str) -> str:
     """The name of an arm in pictures, such as ``"signs, H = 2"``."""
-    spec, is_direction, every, grows, decay = parts_of(arm)
+    parts = parts_of(arm)
+    spec, every, decay = parts.spec, parts.every, parts.setting
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
     name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
     if every:
-        name += f", H = {every}{' and more' if grows else ''}"
+        name += f", H = {every}{' and more' if parts.grows else ''}{', both ways' if parts.both else ''}"
+        name += ", short steps" if parts.is_short else ""
     if decay:
         name += f", decay {decay}"
     if every or arm == PLAIN:
         return name
-    return f"{'directions' if is_direction else 'gradients'}: {name}"
+    return f"{'directions' if parts.is_direction else 'gradients'}: {name}"
 
 
 def _order(arm: str) -> tuple[float, bool, str]:
     """A key that sorts arms: gradients, then updates by the number of steps, each without compression first."""
     parts = parts_of(arm)
-    return parts.every + (parts.is_direction + parts.grows) / 2, parts.spec not in (PLAIN, "Identity"), arm
+    part = (parts.is_direction + parts.grows) / 2 + parts.both / 4
+    return parts.every + part, parts.spec not in (PLAIN, "Identity"), arm

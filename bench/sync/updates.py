@@ -77,14 +77,15 @@ class Training:
     """
 
     def __init__(self, arm: str, setting: Setting) -> None:
-        workload, (spec, is_direction, every, _, number) = setting.workload, parts_of(arm)
-        self.every, self.delay = every, int(number) if every and number else 0
+        workload, parts = setting.workload, parts_of(arm)
+        spec, every = parts.spec, parts.every
+        self.every, self.delay = every, int(parts.setting) if every and parts.setting else 0
         self._loss, self._batch, self._steps = workload.loss, setting.batch, every or 1
         model = workload.model()
         self.model = model if every else DistributedDataParallel(model, bucket_cap_mb=workload.bucket_cap_mb)
         parameters = self.model.parameters()
         self._optimizer: torch.optim.Optimizer
-        if is_direction:
+        if parts.is_direction:
             self._optimizer = torch.optim.SGD(parameters, lr=1e-4, weight_decay=0.01)
             sync.AdamDirection(self.model, self._optimizer)
         else:
@@ -94,7 +95,7 @@ class Training:
             self.attachment = sync.average_updates(self.model, self._optimizer, spec, every=every, delay=self.delay)
         elif arm not in (PLAIN, AGAIN):
             plan = sync.uniform_plan(self.model, spec)
-            decaying = (unit.decaying(float(number or 1)) for unit in plan.units)
+            decaying = (unit.decaying(float(parts.setting or 1)) for unit in plan.units)
             self.attachment = sync.attach(self.model, plan.with_units(decaying))
 
     def turn(self) -> tuple[float, float]:

@@ -158,8 +158,8 @@ def measure(args: argparse.Namespace, cell: Cell) -> list[Row]:
 
 def trained(model_name: str, arm: str, seed: int, stop: float | None = None) -> Row:
     """The row of one training; collective."""
-    model, (spec, _, every, grows, _) = recipes.MODELS[model_name], parts_of(arm)
-    rounds = sync.quadratic_rounds(NETWORKS[model_name].rates(model.steps), every) if grows else every
+    model, parts = recipes.MODELS[model_name], parts_of(arm)
+    spec, every = parts.spec, parts.every
     recipe = recipes.Recipe() if every or arm in (PLAIN, AUTO_SAFE, AUTO_AGGRESSIVE, *HOOKS) else recipes.recipe_of(arm)
     torch.manual_seed(seed)
     network, group = model.build(), dist.new_group()
@@ -174,6 +174,7 @@ def trained(model_name: str, arm: str, seed: int, stop: float | None = None) -> 
         dist.barrier()
         start_s, start_nbytes = time.perf_counter(), sent_nbytes()
         if ddp is None:
+            rounds = parts.rounds(NETWORKS[model_name].rates(model.steps))
             handle = sync.average_updates(network, optimizer, spec, every=rounds, seed=seed)
         else:
             handle = attached(ddp, arm, model, recipe, seed, group)

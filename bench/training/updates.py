@@ -3,11 +3,13 @@
     python -m bench.training.updates
     python -m bench.training.updates --seeds 0 --peak-lr 6e-3 --arms "EFSignSGD, every 2, decay 1"
     python -m bench.training.updates --network fashion_mnist --optimizer sgd --peak-lr 0.1
+    python -m bench.training.updates --network bytes_gru --optimizer muon --arms none "EFSignSGD, every 2, decay 0.8"
 
 A network of ``networks.py`` is trained, once for each arm and seed: in plain DDP; with a compressor attached to DDP, so
 that gradients are compressed before the optimizer makes steps of them, or with ``direction`` Adam's directions; and
 with the updates of rounds compressed, where the arm says how many steps a round has (``every``). Rounds that are
-``growing`` have more when the learning rate falls. Residuals are multiplied by ``decay``, if the arm has it. Rows of
+``growing`` have more when the learning rate falls, and ``growing both ways`` before its highest value, too. ``short
+steps`` have no factors (``scale_steps=False``). Residuals are multiplied by ``decay``, if the arm has it. Rows of
 ``bench/results/cpu/updates.csv`` have the cross-entropy on the test set in bits (per byte or image) after all steps and
 the share of correct predictions, with the same parameters and data in all arms of a seed, and the bits that a rank
 sends per element and step. With ``--curve-every`` they have the loss between steps, too, as ``steps:loss``. The final
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -26,13 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.lib.updates_tables import PLAIN, SIGNS, accuracy_table, parts_of
 from bench.training.arms import Row, parser_of, run
+from bench.training.muon import MuonAndAdamW, hidden_matrices
 from bench.training.networks import NETWORKS, Curve, average_parameters
 from examples import bytes_lm, digits
 from gckernels import sync
 
 NAME = "updates"
 KEY = ("network", "optimizer", "arm", "seed", "steps", "peak_lr", "beta2", "ranks")
-OPTIMIZERS = {"adamw": bytes_lm.make_adamw, "sgd": digits.make_sgd}
+OPTIMIZERS = ("adamw", "sgd", "muon")
 ARMS = (
     PLAIN,
     "EFSignSGD",
@@ -42,9 +46,10 @@ ARMS = (
     "EFSignSGD(block=1024), every 2, decay 0.8",
     f"{SIGNS}, direction, decay 0.8",
     f"{SIGNS}, every 2 growing, decay 0.8",
-    f"{SIGNS}, every 4, decay 1",
+    f"{SIGNS}, every 2 growing both ways, decay 0.8",
+    *(f"{SIGNS}, every 4{steps}, decay 1" for steps in ("", ", short steps")),
     *(f"BlockQuant(bits=4), every {every}, decay 1" for every in (4, 10, 30)),
-    *(f"Identity, every {every}, decay 1" for every in (1, 2, 4)),
+    *(f"Identity, every {every}{steps}, decay 1" for every in (1, 2, 4) for steps in ("", ", short steps")),
 )
 RANKS, SEEDS, BETA2 = 2, (0, 1, 2), 0.95
 
@@ -52,9 +57,9 @@ RANKS, SEEDS, BETA2 = 2, (0, 1, 2), 0.95
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__, ARMS, SEEDS, 0, f"{PLAIN} is plain DDP")
     parser.add_argument("--network", choices=list(NETWORKS), default="bytes_lm")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--peak-lr", type=float, default=bytes_lm.PEAK_LR)
-    parser.add_argument("--beta2", type=float, default=BETA2, help="decay of AdamW's second moment")
+    parser.add_argument("--beta2", type=float, default=BETA2, help="decay of AdamW's second moment, also beside Muon")
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--curve-every", type=int, default=0, help="steps between evaluations; 0 for none")
     args = parser.parse_args()
@@ -62,13 +67,24 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def optimizer_of(
+    kind: str, parameters: Iterable[torch.nn.Parameter], network: torch.nn.Module, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """An optimizer of the parameters of a network, one of :data:`OPTIMIZERS`. Schedules set its learning rate."""
+    if kind == "muon":
+        return MuonAndAdamW(parameters, hidden_matrices(network), betas)
+    if kind == "sgd":
+        return digits.make_sgd(parameters)
+    return torch.optim.AdamW(parameters, betas=betas, weight_decay=0.01)
+
+
 def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
     """Train the network; returns a row; collective."""
     network = NETWORKS[args.network]
     torch.manual_seed(seed)
     module = network.build()
-    spec, is_direction, every, grows, decay = parts_of(arm)
-    rounds = sync.quadratic_rounds(network.rates(args.steps), every) if grows else every
+    parts = parts_of(arm)
+    spec, every, decay = parts.spec, parts.every, parts.setting
     model: torch.nn.Module = module if every else DistributedDataParallel(module)
     attachments = []
     if not every and arm != PLAIN:
@@ -76,15 +92,22 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
         attachments.append(sync.attach(model, plan.with_units(unit.decaying(float(decay or 1)) for unit in plan.units)))
 
     def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        if is_direction:
+        if parts.is_direction:
             optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=args.peak_lr, weight_decay=0.01)
             sync.AdamDirection(module, optimizer, (0.9, args.beta2))
             return optimizer
-        optimizer = OPTIMIZERS[args.optimizer](parameters)
-        if args.optimizer == "adamw":
-            optimizer.param_groups[0]["betas"] = (0.9, args.beta2)
+        optimizer = optimizer_of(args.optimizer, parameters, module, (0.9, args.beta2))
         if every:
-            attachments.append(sync.average_updates(model, optimizer, spec, every=rounds, decay=float(decay)))
+            attachments.append(
+                sync.average_updates(
+                    model,
+                    optimizer,
+                    spec,
+                    every=parts.rounds(network.rates(args.steps)),
+                    decay=float(decay),
+                    scale_steps=False if parts.is_short else None,
+                )
+            )
         return optimizer
 
     torch.manual_seed(1000 + seed)  # all arms draw the same data

@@ -64,9 +64,8 @@ class PredictedPlans:
         stages = [stage._replace(seconds=each) for stage, each in zip(stages, shortest_s, strict=True)]
         cores = Cores.of(frontend.group, frontend.device).least
         computes_on = Shared.CORES if frontend.device.type == "cpu" else Shared.DEVICE
-        trials = race.trials
-        measured_s = {race.arms[arm]: trials.median_s(arm) for arm in race.sent_nbytes if arm != PLAIN}
-        tried = TriedPlans(measured_s, min(*measured_s.values(), trials.median_s(PLAIN)))
+        measured_s = {race.arms[arm]: race.trials.median_s(arm) for arm in race.sent_nbytes if arm != PLAIN}
+        tried = TriedPlans(measured_s, min(*measured_s.values(), race.trials.median_s(PLAIN)))
 
         def search(rest: Callable[[], None]) -> Proposal:
             machine = TrialMachine.of(stages, ranks.world_size, computes_on, max(cores, 1.0))

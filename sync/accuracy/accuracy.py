@@ -7,7 +7,8 @@ gradients (see ``errors.py``), and at its traits. So it holds for any registered
 - ``"safe"``: error feedback or unbiased, and ``e <= 0.2``; or so precise that neither is needed, ``e <= 2**-8``, as
   with 16-bit floats. A vector may only use a compressor whose payloads are added, as in ``sync.uniform_plan``.
 - ``"aggressive"``: beside these, error feedback and ``e <= 0.9``, or ``e <= 0.96`` of a low-rank method, but not for
-  embeddings and the last layer. Training should begin without them (:func:`start_step`), and may lose accuracy.
+  embeddings and the last layer. Training should begin without them (:func:`start_step`), and may lose accuracy. A
+  training that finds its plans allows less in front of optimizers that normalise gradients (``slowdown.py``).
 - a number from 0 to 1: the same rules with this largest error for all methods; above 0.2 those of ``"aggressive"``.
 - a list of compressors: these, whatever their errors are.
 

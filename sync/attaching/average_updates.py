@@ -28,6 +28,8 @@ from .attachment import Attachment
 
 AGGRESSIVE = ("EFSignSGD(block=1024, magnitude='projection')", "BlockQuant(bits=4)", "BlockQuant")
 """The compressors of updates that the rule ``"aggressive"`` stands for."""
+_DECAYING = 2
+"""The number of steps of the longest rounds whose residuals decay by default."""
 _SAFE = Auto()
 
 
@@ -114,9 +116,9 @@ def average_updates(
             is lost, with 0 no residual is kept. The default is what has been best for signs: 0.8 for rounds of one or
             two steps, and 1 for longer ones; for a plan it is that of its units (``feedback``).
         scale_steps: whether steps of ``optimizer`` are made longer, by a factor for each tensor. An optimizer like Adam
-            makes short steps on one rank, because the second moment of a small batch has more noise than that of the
-            gradients of all ranks. The factor is measured in every round, with 68 bytes per tensor. By default it is
-            for compressed updates of one or two steps without ``outer``, and optimizers with ``betas`` and ``eps``.
+            or Muon makes short steps on one rank, because the gradients of a small batch have more noise than those of
+            all ranks. The factor is measured in every round, with 68 bytes per tensor. By default it is for all
+            optimizers but those of SGD's class, without ``outer``, if there are rounds of at most four steps.
         grad_scaler: the gradient scaler that calls the steps of ``optimizer``, or a list of several. A step that it
             skips on one rank counts there, as an update of zero; its method ``step`` is wrapped for that. Several
             models may share a scaler.
@@ -193,4 +195,4 @@ def of_updates(auto: Auto) -> Auto:
 
 def _default_decay(schedule: Schedule) -> float:
     """The decay that has been best for signs (``bench/training/updates.py``)."""
-    return 0.8 if schedule.has_short_rounds else 1.0
+    return 0.8 if schedule.has_rounds_of(_DECAYING) else 1.0

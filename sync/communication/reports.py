@@ -205,7 +205,7 @@ def _own_store() -> Any:
     inner = store
     while isinstance(inner, distributed_c10d.PrefixStore):
         inner = inner.underlying_store
-    if isinstance(inner, distributed_c10d.TCPStore):
+    if type(inner).__name__ == "TCPStore":
         store = store.clone()
         store.set_timeout(timedelta(seconds=PATIENCE_S))
     return store

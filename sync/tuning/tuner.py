@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ import torch
 
 from ..accuracy.accuracy import relative_error
 from ..communication.agreement import Failure
+from ..frontends.frontend import GRADIENTS
 from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
 from ..traces.model_trace import ModelTrace
@@ -37,7 +38,7 @@ from .trials.spans import StepSpans
 from .trials.training import Refused, Steps, TunedTraining
 
 if TYPE_CHECKING:
-    from .decay import ResidualDecay
+    from .optimizers import Optimizers
     from .recording import StepRecording
     from .watching.watching import Running
 
@@ -76,10 +77,10 @@ class Tuner:
         self._race: Race | None = None  # since plans are tried in this job
         self._earlier_steps = 0  # of races that have ended
         self._running: Running | None = None  # while it is watched
-        self._decay: ResidualDecay | None = None
-        if any(stage.is_aggressive for stage in rules.stages):
-            decay = importlib.import_module(".decay", __package__)
-            self._decay = decay.ResidualDecay(training.frontend.parameters().values())
+        self._optimizers: Optimizers | None = None
+        if training.frontend.averaged == GRADIENTS and any(stage.accuracy.is_aggressive for stage in rules.stages):
+            optimizers = importlib.import_module(".optimizers", __package__)
+            self._optimizers = optimizers.Optimizers(training.frontend.parameters().values(), training.ranks)
         self._sequence = self._tuned()
         training.listeners.add(self._go_on)
         self._go_on()
@@ -90,8 +91,8 @@ class Tuner:
         self._sequence = (None for _ in ())
         self._end_proposals()
         self._spans.close()
-        if self._decay is not None:
-            self._decay.close()
+        if self._optimizers is not None:
+            self._optimizers.close()
 
     @property
     def trial_steps(self) -> int:
@@ -210,10 +211,10 @@ class Tuner:
         race = self._race
         if race is None:  # the job was resumed
             race = self._race = Race(self._training, self._spans, self._plain)
-            trace = tuned.trace.remembering(self._found)
+            stage, trace = self._in_use(stage), tuned.trace.remembering(self._found)
             plans = yield from self._proposers[0].plans(stage, trace, race)
             known = {} if isinstance(plans, Failure) else {plan: _policy_of(plan) for plan in self._decaying(plans)}
-            race.join({self._training.plan: self._training.policy} | known)
+            self._join(race, {self._training.plan: self._training.policy} | known, stage, trace)
             race.resume(self._training.plan, tuned.step_s, tuned.none_s)
         watching = importlib.import_module(".watching.watching", __package__)
         pace, self._progress = self._progress.pace, replace(self._progress, pace=None)
@@ -226,7 +227,7 @@ class Tuner:
 
     def _decaying(self, plans: Sequence[Plan]) -> Sequence[Plan]:
         """Plans whose residuals decay where they must."""
-        return plans if self._decay is None else tuple(map(self._decay.of, plans))
+        return plans if self._optimizers is None else self._optimizers.decaying(plans)
 
     def _tune(self, stage: Phase, later: Sequence[Phase]) -> Steps[Tuned | None]:
         """Find the best plan for a stage, and let it run. A plan that compresses already competes with new ones, unless
@@ -236,6 +237,7 @@ class Tuner:
         self._earlier_steps = self.trial_steps
         race = self._race = Race(training, self._spans, self._plain)
         yield from race.run()
+        stage = self._in_use(stage)
         trace = (yield from self._traced(stage)).remembering(self._found)
         joins = dict.fromkeys(self._again(before, trace, stage), policy)
         for number, proposer in enumerate(self._proposers):
@@ -250,13 +252,24 @@ class Tuner:
                 plans = ()
             elif not number:
                 self._retries = self._retries.settled()
-            new = race.join({**joins, **{plan: _policy_of(plan) for plan in self._decaying(plans)}})
+            new = self._join(
+                race, {**joins, **{plan: _policy_of(plan) for plan in self._decaying(plans)}}, stage, trace
+            )
             if not number:
                 yield from race.run()
             elif not new or not (yield from self._runs_on(race, new)):
                 continue
             tuned = self._decided(race, trace, (stage, *later))
         return tuned
+
+    def _in_use(self, stage: Phase) -> Phase:
+        """A rule as it holds in front of the optimizers that are in use. Collective."""
+        return stage if self._optimizers is None else self._optimizers.rule(stage)
+
+    def _join(self, race: Race, plans: Mapping[Plan, str], stage: Phase, trace: ModelTrace) -> list[int]:
+        """Let plans take part in a race, judged by the rule, and return the numbers of new ones. Collective."""
+        slowdowns = [stage.slowdown(plan, trace) for plan in plans]
+        return race.join(plans, self._ranks.slowest(slowdowns) if stage.slows and plans else None)
 
     def _runs_on(self, race: Race, new: Sequence[int]) -> Steps[bool]:
         """Let plans run that have joined a race, and return whether they could. Otherwise the winner from before goes

@@ -15,12 +15,13 @@ from ..frontends.listeners import Listeners
 from ..plans.names import summary_of
 from ..plans.plan import Plan
 from ..stats.stats import Figures
-from ..traces.model_parameters import unmeasured
+from ..traces.model_parameters import unclassified, unmeasured
+from ..traces.traced_tensors import Role
 from .auto import Auto
 from .progress import Progress
 from .proposers import proposers_of
 from .trials.rules import Rules
-from .trials.sentences import PLAIN, failed, given, left
+from .trials.sentences import PLAIN, failed, given, guessed, left
 from .trials.training import TunedTraining
 from .tuner import Tuner
 
@@ -56,8 +57,11 @@ class Tuning:
         self._changes = changes
         self._tuner: Tuner | None = None
         self._is_given = False  # whether the training has changed the plan itself
-        phases, parameters = auto.phases(start_step), frontend.parameters()
-        self._rules = Rules(phases, unmeasured(model, parameters), frontend.request.gathered_by)
+        parameters = frontend.parameters()
+        trace, unknown = unmeasured(model, parameters), unclassified(model, parameters)
+        spared = [each.name for each in trace.tensors if each.name in unknown and each.role is not Role.WEIGHT]
+        phases = (each.saying(guessed(spared)) if spared else each for each in auto.phases(start_step))
+        self._rules = Rules(tuple(phases), trace, frontend.request.gathered_by)
         self._plain = training.plan
         if training.ranks.world_size == 1:
             training.listeners.add(_count)

@@ -18,9 +18,15 @@ def groups_with(optimizer: torch.optim.Optimizer, ids: Set[int]) -> Iterator[dic
     return (group for group in optimizer.param_groups if ids and not ids.isdisjoint(map(id, group["params"])))
 
 
-def is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer divides by the root of second moments, as those of Adam's class do."""
-    return all("betas" in group and "eps" in group for group in optimizer.param_groups)
+_PROPORTIONAL = (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS)
+
+
+def normalises(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer makes steps whose length does not follow that of gradients, as those of Adam's class and
+    Muon do. It holds for all that are not of SGD's class, because their settings do not show it: Muon and Lion have no
+    second moments, and RMSprop has no ``betas``. Other packages have SGD by names such as ``FusedSGD``."""
+    is_named = any("SGD" in each.__name__ and "Sign" not in each.__name__ for each in type(optimizer).__mro__)
+    return not (isinstance(optimizer, _PROPORTIONAL) or is_named)
 
 
 def warn_of_momentum(parameters: Iterable[torch.nn.Parameter], method: str) -> RemovableHandle:

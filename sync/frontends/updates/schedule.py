@@ -12,31 +12,37 @@ from typing import TypeAlias
 Every: TypeAlias = int | Mapping[int, int]
 """The number of steps of every round, or those of the rounds from some steps on."""
 
-_ALPHA = 1.2
-"""The default of ``alpha`` over the highest learning rate: about 0.3 of the steps' bits with a rate that falls by a
-cosine (``bench/training/updates.py``)."""
-SHORT_ROUND = 2
-"""The number of steps of a round up to which a step is like one of plain DDP (``bench/training/updates.py``)."""
+_ALPHA, _ALPHA_BOTH = 1.2, 1.4
+"""The defaults of ``alpha`` over the highest learning rate: about 0.3 of the steps' bits with a rate that falls by a
+cosine, and a quarter with rounds that follow the rate before its highest value, too (``bench/training/updates.py``)."""
+_LONGEST_RISING = 8
+"""The longest round before the highest rate, where gradients change fastest."""
 
 
-def quadratic_rounds(rates: Sequence[float], every: int = 2, alpha: float | None = None) -> dict[int, int]:
-    """Rounds that grow as the learning rate falls, for the argument ``every`` of :func:`average_updates`.
+def quadratic_rounds(
+    rates: Sequence[float], every: int = 2, alpha: float | None = None, both: bool = False
+) -> dict[int, int]:
+    """Rounds that are longer where the learning rate is lower, for the argument ``every`` of :func:`average_updates`.
 
     A round has ``max(every, floor((alpha / rate) ** 2))`` steps, where ``rate`` is the learning rate of its first step
     (quadratic synchronisation rule, Gu et al., arXiv:2310.14423, section 2). Before the highest rate rounds have
-    ``every`` steps. The last one ends with the training.
+    ``every`` steps, or with ``both`` what the rule says, at most 8. The last one ends with the training.
 
     >>> from gckernels.sync import quadratic_rounds
     >>> quadratic_rounds([1.0] * 4 + [0.5] * 14)
     {0: 2, 4: 5, 14: 4, 18: 2}
+    >>> quadratic_rounds([0.5] * 8 + [1.0] * 4 + [0.5] * 14, both=True)
+    {0: 7, 7: 2, 13: 7, 20: 6, 26: 2}
 
     Args:
         rates: the learning rate of every step.
         every: the number of steps of the shortest rounds.
-        alpha: the learning rate with which a round would have one step. The default is 1.2 times the highest rate.
+        alpha: the learning rate with which a round would have one step. The default is 1.2 times the highest rate, and
+            1.4 times with ``both``.
+        both: whether rounds follow the rate on both sides of its highest value.
 
     Raises:
-        ValueError: an argument is not valid.
+        TypeError, ValueError: an argument is not valid.
     """
     if not rates or not all(isinstance(rate, int | float) and 0 <= rate < math.inf for rate in rates):
         raise ValueError(f"quadratic_rounds: rates must be finite numbers from 0 up, one or more, got {rates!r:.80}")
@@ -44,15 +50,18 @@ def quadratic_rounds(rates: Sequence[float], every: int = 2, alpha: float | None
         raise ValueError("quadratic_rounds: rates must have one above 0")
     if type(every) is not int or every < 1:
         raise ValueError(f"quadratic_rounds: every must be an int from 1 up, got {every!r}")
-    alpha = _ALPHA * max(rates) if alpha is None else alpha
+    if type(both) is not bool:
+        raise TypeError(f"quadratic_rounds: both must be True or False, got {both!r}")
+    alpha = (_ALPHA_BOTH if both else _ALPHA) * max(rates) if alpha is None else alpha
     if not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
         raise ValueError(f"quadratic_rounds: alpha must be a number above 0, got {alpha!r}")
-    highest, rounds, step = rates.index(max(rates)), {0: every}, 0
+    highest, rounds, step = rates.index(max(rates)), {0: 0}, 0
     while step < len(rates):
-        left = len(rates) - step
-        length = every
-        if step > highest:
-            length = left if rates[step] == 0 else max(every, min(int((alpha / rates[step]) ** 2), left))
+        longest = len(rates) - step
+        if step <= highest:
+            longest = min(longest, _LONGEST_RISING) if both else every
+        ratio = alpha / rates[step] if rates[step] else math.inf
+        length = max(every, int(min(ratio**2, longest)))
         if length != rounds[max(rounds)]:
             rounds[step] = length
         step += length
@@ -134,10 +143,9 @@ class Schedule:
     def _lengths(self) -> Sequence[int]:
         return list(self.every.values()) if isinstance(self.every, Mapping) else [self.every]
 
-    @property
-    def has_short_rounds(self) -> bool:
-        """Whether there are rounds in which a step is like one of plain DDP."""
-        return any(length in range(1, SHORT_ROUND + 1) for length in self._lengths)
+    def has_rounds_of(self, most: int) -> bool:
+        """Whether there are rounds of at most as many steps."""
+        return any(length in range(1, most + 1) for length in self._lengths)
 
     def round_at(self, step: int) -> Round:
         """The round that begins when a number of steps has been made."""

@@ -1,8 +1,9 @@
-"""Factors of the steps of an optimizer whose second moments are of a small batch.
+"""Factors of the steps of an optimizer that normalises the gradients of a small batch.
 
 Adam divides by the root of the second moment of a gradient. With one rank it has the noise of a part of the batch, so
-its steps are shorter than those on the mean gradient of all ranks, and more so with more ranks. A factor for each
-tensor makes up for it: ``sqrt(mean(norm(g_i)^2) / norm(mean(g_i))^2)``, for the gradients ``g_i`` of the ranks. It
+its steps are shorter than those on the mean gradient of all ranks, and more so with more ranks. Muon makes steps of one
+length, but those of the ranks have noise in different directions, so their mean is shorter. A factor for each tensor
+makes up for it: ``sqrt(mean(norm(g_i)^2) / norm(mean(g_i))^2)``, for the gradients ``g_i`` of the ranks. It
 changes in the course of a training, so it is measured in every round.
 
 Ranks send a few sums in place of their gradients. Elements of a tensor, or of 16 pieces of it, get random signs and are
@@ -24,6 +25,8 @@ import torch.distributed as dist
 from .site_parameters import values_of
 
 _SUMS, _SAMPLE, _MEMORY = 16, 2**14, 0.9
+_DECOUPLED = (torch.optim.Adafactor, torch.optim.Muon)
+"""Optimizers whose weight decay is decoupled, although their parameter groups do not say so."""
 
 
 class StepScales:
@@ -66,7 +69,8 @@ class StepScales:
         """
         if not self._norms or all(each is not optimizer for each in self._optimizers):
             return
-        kept = {id(each): self._kept(group) for group in optimizer.param_groups for each in group["params"]}
+        decoupled = isinstance(optimizer, _DECOUPLED)
+        kept = {id(each): _kept(group, decoupled) for group in optimizer.param_groups for each in group["params"]}
         factors = {
             name: self.factor(name) for name, each in parameters.items() if id(each) in kept and each.grad is not None
         }
@@ -86,12 +90,6 @@ class StepScales:
             torch._foreach_sub_(stepped, before)
             torch._foreach_mul_(stepped, [self._factors[name] for name in begins])
             torch._foreach_add_(stepped, before)
-
-    @staticmethod
-    def _kept(group: Mapping[str, Any]) -> float:
-        """The part of a parameter that a step's decoupled weight decay leaves. It is not made longer."""
-        decays = group.get("decoupled_weight_decay", False)
-        return 1.0 - float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decays else 1.0
 
     # ---------------------------------------------------------------- measuring
 
@@ -158,6 +156,12 @@ class StepScales:
     def load(self, state: Any) -> None:
         """Continue from what :meth:`state_dict` has returned; with anything else from the beginning."""
         self._norms = {name: (float(own), float(mean)) for name, (own, mean) in state.items()} if state else {}
+
+
+def _kept(group: Mapping[str, Any], is_decoupled: bool) -> float:
+    """The part of a parameter that a step's decoupled weight decay leaves. It is not made longer."""
+    decays = group.get("decoupled_weight_decay", is_decoupled)
+    return 1.0 - float(group["lr"]) * float(group.get("weight_decay", 0.0)) if decays else 1.0
 
 
 def _pieces(gradient: torch.Tensor, count: int) -> torch.Tensor:

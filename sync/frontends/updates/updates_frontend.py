@@ -117,7 +117,7 @@ class UpdatesFrontend(UpdatesState):
 
     def _take(self, runtime: Runtime) -> None:
         """Let a runtime average the updates from now on."""
-        self._scales = self.request.scales(runtime.plan, self._scales)
+        self._scales = self.request.scales(self._scales)
         self.runtime = runtime
         self._buckets = UpdateBuckets(runtime, self._members, self._anchors, self.request.schedule.fragments)
         self.averaged_nbytes = self._buckets.averaged_nbytes

@@ -18,7 +18,7 @@ from gckernels.ops import BlockQuant, Identity
 
 from ...plans.plan import Plan
 from ..checks.models import refuse_several_devices, refuse_sharded, refuse_without_shape, refuse_without_values
-from ..checks.optimizer_checks import hooked, is_adaptive
+from ..checks.optimizer_checks import hooked, normalises
 from ..members import listed, refuse_unknown
 from ..module.module_checks import frozen_lines, planned_of
 from ..ownership import refuse_claimed, refuse_wrapped
@@ -32,6 +32,9 @@ Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
 PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
 """The outer optimizer that adds the mean of the updates to the anchors."""
+SCALED_ROUND = 4
+"""The number of steps of a round up to which factors of steps make up for what exact updates lose
+(``bench/training/updates.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,19 +116,18 @@ class UpdatesRequest(Request):
                 stacklevel=2,
             )
 
-    def scales(self, plan: Plan, before: StepScales | None) -> StepScales | None:
+    def scales(self, before: StepScales | None) -> StepScales | None:
         """The factors of steps with a plan, those from before if there are any; ``None`` if steps have none."""
-        if not (scaled := [each for each in self.optimizers if self._with_scales(plan, each)]):
+        if not (scaled := [each for each in self.optimizers if self._with_scales(each)]):
             return None
         return before or StepScales(scaled, self.group, self.device)
 
-    def _with_scales(self, plan: Plan, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether steps of an optimizer get factors with a plan. Published algorithms have none, so by default exact
-        updates, an outer optimizer and long rounds are left as they are."""
-        if self.scale_steps is not None or not is_adaptive(optimizer):
-            return bool(self.scale_steps)
-        compresses = any(unit.compressor != Identity() for unit in plan.units)
-        return compresses and self.outer is PLAIN_MEAN and self.schedule.has_short_rounds
+    def _with_scales(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether steps of an optimizer get factors. By default those of an outer optimizer and of long rounds are left
+        as they are, because published algorithms have none, and ranks would only drift further apart."""
+        if self.scale_steps is not None:
+            return self.scale_steps
+        return normalises(optimizer) and self.outer is PLAIN_MEAN and self.schedule.has_rounds_of(SCALED_ROUND)
 
     def for_vectors(self, compressor: Compressor) -> Compressor:
         """The quantiser of vectors beside codecs of fewer bits. Exact vectors would take a sixth of what half a bit per

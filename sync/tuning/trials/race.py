@@ -62,20 +62,23 @@ class Race:
         known = [self.trials.median_s(arm) - exposed_s for arm, exposed_s in self.exposed_s.items() if exposed_s]
         return max(min(known, default=0.0), 0.0)
 
-    def join(self, plans: Mapping[Plan, str]) -> list[int]:
+    def join(self, plans: Mapping[Plan, str], slowdowns: Sequence[float] | None = None) -> list[int]:
         """Let plans take part that do not yet, and return their numbers.
 
         Args:
             plans: the plans, with the names of the policies that have found them.
+            slowdowns: how many times as many steps a training needs with each of the plans, the same on all ranks; by
+                default as many as with plain steps.
         """
         known, first = {plan.fingerprint() for plan in self.arms}, len(self.arms)
-        for plan, policy in plans.items():
+        handicaps: list[float] = []
+        for (plan, policy), slowdown in zip(plans.items(), slowdowns or [1.0] * len(plans), strict=True):
             if plan.fingerprint() not in known:
                 known.add(plan.fingerprint())
                 self.arms, self.policies = (*self.arms, plan), (*self.policies, policy)
-        new = list(range(first, len(self.arms)))
-        self.trials.join([1.0] * len(new))
-        return new
+                handicaps.append(slowdown)
+        self.trials.join(handicaps)
+        return list(range(first, len(self.arms)))
 
     def resume(self, plan: Plan, step_s: float, none_s: float) -> None:
         """Continue a race that a plan has won, which takes part and runs now."""

@@ -6,17 +6,28 @@ training has given, or the one that has run so far.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import Identity
 
-from ...accuracy.accuracy import SAFE_ERROR, Accuracy, AccuracyLike, as_accuracy, is_safe, start_step, unfitted
+from ...accuracy.accuracy import (
+    SAFE_ERROR,
+    Accuracy,
+    AccuracyLike,
+    as_accuracy,
+    is_safe,
+    relative_error,
+    start_step,
+    unfitted,
+)
+from ...accuracy.slowdown import slowdown
 from ...plans.names import short_spec
 from ...plans.plan import Plan
 from ...traces.model_trace import ModelTrace
-from ...traces.traced_tensors import TracedTensor
+from ...traces.traced_tensors import TracedTensor, TraceError
 
 CANDIDATES = ("Cast16", "BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "PowerSGD", "ChunkTopK")
 """The compressors that are measured if no list names others: the fastest ones of different precision. All registered
@@ -37,11 +48,15 @@ class Phase:
         name: the name of the rule, for people.
         accuracy: the rule.
         first_step: the step at which tuning begins.
+        slows: whether errors make a training longer, because of its optimizer.
+        notes: what decisions say of the rule, as clauses.
     """
 
     name: str
     accuracy: Accuracy
     first_step: int
+    slows: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def methods(self) -> tuple[Compressor, ...]:
@@ -55,6 +70,23 @@ class Phase:
     def is_aggressive(self) -> bool:
         """Whether larger errors are allowed than by the rule ``"safe"``, and not in a list of compressors."""
         return self.accuracy.named is None and self.accuracy.limit > SAFE_ERROR
+
+    def saying(self, note: str) -> Phase:
+        """The same part, with one more clause in its decisions if it is aggressive; others treat all matrices alike."""
+        return replace(self, notes=(*self.notes, note)) if self.is_aggressive else self
+
+    def slowdown(self, plan: Plan, trace: ModelTrace) -> float:
+        """How many times as many steps a training needs with the error of a plan; 1 if errors are not known, or do not
+        count.
+
+        Args:
+            plan: the plan.
+            trace: the trace of the model.
+        """
+        if self.slows:
+            with contextlib.suppress(TraceError):
+                return slowdown(relative_error(plan, trace))
+        return 1.0
 
     @property
     def allowed(self) -> str:

@@ -7,6 +7,7 @@ of :func:`~gckernels.sync.plans.names.summary_of`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 PLAIN = "plain averaging"
@@ -70,6 +71,15 @@ def failed(doing: str, error: str, goes_on: str = PLAIN, again_steps: int | None
     return Sentences(
         f"{doing} failed: {cause}; training goes on with {goes_on}{again}",
         f"{capitalised(doing)} failed: {cause.rstrip('.')}. Training goes on with {goes_on}.{next_one}",
+    )
+
+
+def guessed(names: Sequence[str]) -> str:
+    """The clause that says which parameters count as an embedding or the last layer without being known as one."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"no class of torch.nn says what {', '.join(names[:3])}{more} are for: they count as embeddings and the last "
+        "layer, which coarse compressors spare"
     )
 
 

@@ -103,6 +103,8 @@ def outcome(
         sentences = stays_plain(recorded, list(tried.values()), stages[0], _HOW[frontend])
     else:
         sentences = compresses(recorded, winner, list(tried.values()), *stages[:2])
+    for note in stages[0].notes:
+        sentences = Sentences(f"{sentences.log}; {note}", f"{sentences.page} {capitalised(note)}.")
     return Decision(
         step,
         sentences.log,

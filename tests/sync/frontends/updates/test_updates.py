@@ -110,7 +110,8 @@ def oracles() -> None:
             for parameter in mine.parameters():
                 parameter.detach().add_(1.0)
         optimizer = adamw(mine)
-        attachment = sync.average_updates(mine, optimizer, "Identity", every=every, outer=outer)
+        settings = {"every": every, "outer": outer, "scale_steps": False}  # the loop has no factors
+        attachment = sync.average_updates(mine, optimizer, "Identity", **settings)
         assert digest(mine) == first
         averager = PlainLoop(others, ends, outer or plain_mean)
         found = loop(mine, optimizer, 12)

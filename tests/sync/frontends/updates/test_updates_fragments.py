@@ -260,6 +260,27 @@ def test_rounds_grow_with_the_square_of_the_rate():
         assert step == len(rates)
 
 
+def test_rounds_follow_the_rate_on_both_sides_of_its_highest_value():
+    rates = [0.0, 0.1, *[0.5] * 20, *[1.0] * 4, *[0.5] * 20, *[0.25] * 40]
+    assert sync.quadratic_rounds(rates, both=True) == {0: 8, 8: 7, 22: 2, 26: 7, 47: 31, 78: 8, 86: 2}
+    assert sync.quadratic_rounds(rates, both=True, every=10) == {0: 10, 50: 31, 81: 10, 86: 10}
+    lengths = sync.quadratic_rounds([0.25] * 32 + [1.0] * 8, both=True, alpha=1.0)
+    assert lengths == {0: 8, 32: 2, 40: 2}  # at most 8 before the highest rate, where the rule says 16
+    steps = 400
+    cosine = torch.optim.lr_scheduler.OneCycleLR(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0), 1.0, steps, 0.3, cycle_momentum=False
+    )
+    rates = []
+    for _ in range(steps):
+        rates.append(cosine.get_last_lr()[0])
+        cosine.optimizer.step()
+        cosine.step()
+    schedule, rounds, step = Schedule(sync.quadratic_rounds(rates, both=True)), 0, 0
+    while step < steps:
+        step, rounds = step + schedule.round_at(step).every, rounds + 1
+    assert rounds < steps / 4  # fewer bits than rounds of four steps
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -269,8 +290,9 @@ def test_rounds_grow_with_the_square_of_the_rate():
         (([0.0],), "rates must have one above 0"),
         (([1.0], 0), "every must be an int from 1 up, got 0"),
         (([1.0], 2, 0.0), "alpha must be a number above 0, got 0.0"),
+        (([1.0], 2, None, 1), "both must be True or False, got 1"),
     ],
 )
 def test_refused_rates(arguments: tuple[Any, ...], text: str):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         sync.quadratic_rounds(*arguments)

@@ -55,14 +55,14 @@ def measured() -> None:
 
 def longer() -> None:
     """A step is longer by the factor, its weight decay is not; parameters without gradient stay."""
-    start = torch.randn(64, generator=torch.Generator().manual_seed(0))
-    for kind, decay in ((torch.optim.AdamW, 0.5), (torch.optim.Adam, 0.0)):
+    start = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    for kind, decay in ((torch.optim.AdamW, 0.5), (torch.optim.Adam, 0.0), (torch.optim.Muon, 0.5)):
         one, other, idle = (nn.Parameter(start.clone()) for _ in range(3))
         optimizer, plain = (kind([each], lr=0.1, weight_decay=decay) for each in (one, other))
         optimizer.add_param_group({"params": [idle]})
         scales = StepScales([optimizer], group(), torch.device("cpu"))
         scales.load({"one": (2.25, 1.0), "idle": (2.25, 1.0)})
-        one.grad = other.grad = torch.ones(64)
+        one.grad = other.grad = torch.ones(8, 8)
         parameters = {"one": one, "idle": idle}
         values = {name: each.detach() for name, each in parameters.items()}
         scales.before_step(optimizer, parameters, values)
@@ -79,21 +79,36 @@ def longer() -> None:
         assert torch.equal(one.detach(), before)
 
 
+class FusedSGD(torch.optim.SGD):
+    """SGD of another package."""
+
+
 def chosen() -> None:
+    """Steps get factors by default in front of every optimizer but those of SGD's class, exact updates included."""
     model = build("Mlp")
-    adamw, sgd = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    parameters = [*model.parameters()]
+    adamw, sgd = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, lr=0.1)
+    muon = torch.optim.Muon([each for each in parameters if each.dim() == 2])
+    others = [kind(parameters, lr=0.1) for kind in (torch.optim.RMSprop, torch.optim.Adagrad)]
     outer = torch.optim.SGD
     for optimizer, spec, settings, expected in (
         (adamw, EFSignSGD(), {"every": 2}, True),
-        (adamw, EFSignSGD(), {"every": 3}, False),
-        (adamw, EFSignSGD(), {"every": 3, "scale_steps": True}, True),
+        (adamw, EFSignSGD(), {"every": 4}, True),
+        (adamw, EFSignSGD(), {"every": 5}, False),
+        (adamw, EFSignSGD(), {"every": {0: 2, 4: 30}}, True),
+        (adamw, EFSignSGD(), {"every": 5, "scale_steps": True}, True),
         (adamw, EFSignSGD(), {"scale_steps": False}, False),
         (adamw, EFSignSGD(), {"outer": outer}, False),
-        (adamw, "Identity", {}, False),
+        (adamw, "Identity", {}, True),
+        (muon, EFSignSGD(), {"every": 2}, True),
+        (muon, "Identity", {"every": 4}, True),
+        *((other, EFSignSGD(), {}, True) for other in others),
         (sgd, EFSignSGD(), {}, False),
+        (FusedSGD(parameters, lr=0.1), "Identity", {}, False),
+        (sgd, EFSignSGD(), {"scale_steps": True}, True),
     ):
         attachment = sync.average_updates(model, optimizer, spec, **settings)
-        assert (attachment._frontend._scales is not None) == expected, settings
+        assert (attachment._frontend._scales is not None) == expected, (type(optimizer), settings)
         attachment.close()
 
 
@@ -125,6 +140,31 @@ def several() -> None:
         attachment.close()
 
 
+def short_means() -> None:
+    """The mean of Muon's steps on different gradients is shorter than one step. Factors make up for it by default, also
+    where updates are exact and rounds have four steps."""
+    moved = {}
+    for scale_steps in (False, None):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.Muon(model.parameters(), lr=0.01, weight_decay=0.0, momentum=0.0, nesterov=False)
+        attachment = sync.average_updates(model, optimizer, "Identity", every=4, scale_steps=scale_steps)
+        begin = model.weight.detach().clone()
+        for step in range(40):
+            noise = torch.Generator().manual_seed(dist.get_rank() + 2 * step)
+            model.weight.grad = torch.randn(64, 64, generator=noise)
+            optimizer.step()
+            if step == 35:
+                begin = model.weight.detach().clone()
+        moved[scale_steps] = float((model.weight.detach() - begin).norm())
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, digest_of(model.parameters()))
+        assert len({*digests}) == 1
+        attachment.close()
+    # gradients of noise alone: the mean of two steps is shorter by the root of two
+    assert 1.3 < moved[None] / moved[False] < 1.5, moved
+
+
 def resumed() -> None:
     digests: list[list[str]] = []
     state: Any = None
@@ -154,6 +194,7 @@ def every_part() -> None:
     if dist.get_world_size() == 2:
         chosen()
         several()
+        short_means()
         resumed()
 
 
