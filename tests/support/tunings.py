@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.tuning import uniform_candidates
 from gckernels.sync.tuning.proposers import LaterPlans
 from gckernels.sync.tuning.trials import spans
+from gckernels.sync.tuning.trials.race import Race
 from models import SMALL_BUCKETS
 
 PLAIN = "none"
@@ -34,6 +35,16 @@ def proposal_of(model: Any, specs: Mapping[str, str], world_size: int | None = N
     """Plans with one compressor each, by their names."""
     made = {name: sync.uniform_plan(model, spec, exempt=None, world_size=world_size) for name, spec in specs.items()}
     return tuple(predicted(plan, name) for name, plan in made.items())
+
+
+def played(found: Race, step_s: Sequence[float]) -> Race:
+    """A race whose plans have taken these seconds in all turns that it asks for."""
+    rules = found.trials.race()
+    with contextlib.suppress(StopIteration):
+        turn = next(rules) if step_s else None
+        while turn is not None:
+            turn = rules.send([step_s[turn.arm]] * (turn.steps - turn.uncounted))
+    return found
 
 
 def policy_of(handle: Any) -> str:

@@ -63,7 +63,8 @@ def executed(folder: str, frontend: Frontend, nbytes_per_s: float, policies: tup
         path = Path(folder, f"{policy}-{rank}.json")
         choice.plan.save(path)
         plan = Plan.load(path)
-        assert plan.prediction is not None and plan.prediction.policy == policy
+        # a plan of auto that gains little gives way to that of all
+        assert plan.prediction is not None and plan.prediction.policy in (policy, *["all"] * (policy == "auto"))
         exact = copy.deepcopy(module)
         if frontend == Frontend.DDP:
             model = DistributedDataParallel(module, bucket_cap_mb=0.3)

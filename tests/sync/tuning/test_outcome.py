@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -15,7 +12,7 @@ from gckernels.sync.traces.traced_tensors import TracedTensor
 from gckernels.sync.tuning.trials.race import Race
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.trials.trial_report import outcome
-from tunings import predicted
+from tunings import played, predicted
 
 LAYER = torch.nn.Linear(32, 32)
 TRACE = ModelTrace("layer", (TracedTensor("bias", 32, 0.01), TracedTensor("weight", 1024, 0.03)), 0.03)
@@ -30,16 +27,6 @@ def race(*step_s: float, plan: sync.Plan = SIGNS, policy: str = "auto") -> Race:
     for arm, each in enumerate(step_s):
         found.sent_nbytes[arm] = 2e6 * each
     return played(found, step_s)
-
-
-def played(found: Race, step_s: Sequence[float]) -> Race:
-    """A race whose plans have taken these seconds in all turns that it asks for."""
-    rules = found.trials.race()
-    with contextlib.suppress(StopIteration):
-        turn = next(rules) if step_s else None
-        while turn is not None:
-            turn = rules.send([step_s[turn.arm]] * (turn.steps - turn.uncounted))
-    return found
 
 
 def test_a_plan_that_has_won():

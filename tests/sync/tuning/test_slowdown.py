@@ -124,11 +124,9 @@ def test_races_compare_times_to_a_loss(four_s: float, signs_s: float, slows: boo
     race, plans = Race(None, None, PLAIN), {FOUR: "four", SIGNS: "signs"}  # type: ignore[arg-type]
     slowdowns = [stage.slowdown(plan, TRACE) for plan in plans]
     assert slowdowns == [math.exp(0.7 * relative_error(plan, TRACE) ** 2) if slows else 1.0 for plan in plans]
-    race.join(plans, None, slowdowns)
-    for arm, step_s in enumerate((0.450, four_s, signs_s)):
-        race.trials = race.trials.after(arm, [race.judged_s(arm, step_s)] * 9)
-        race.sent_nbytes[arm] = 1.0
-        assert race.measured_s(arm) == pytest.approx(step_s)
+    race.join(plans, slowdowns)
+    race.sent_nbytes = dict.fromkeys(range(3), 1.0)
+    tunings.played(race, (0.450, four_s, signs_s))
     assert race.winner is winner
     decision = outcome(60, TRACE, race, (stage,), 2, sync.Frontend.DDP)
     assert decision.measured_s == pytest.approx(four_s if winner is FOUR else signs_s)
