@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +19,19 @@ from ..resources.memory_spaces import Places
 from ..resources.residual import Residual
 from ..states.dcp_guard import Refusal
 from ..states.layout import residual_sizes
-from ..states.unsent import Kept, carried, unsent, unsent_by_parameter
 from .engine import Engine
 
 if TYPE_CHECKING:
     from ..states.jobs import Job
     from ..states.parts import ModelPart
+    from ..states.unsent import Kept
     from .step_copies import StepCopies
 
 _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
+
+
+def _unsent() -> ModuleType:
+    return importlib.import_module("..states.unsent", __package__)
 
 
 class RuntimeState:
@@ -162,14 +167,16 @@ class RuntimeState:
 
     def _holds(self, unit: UnitPlan, kept: Kept) -> bool:
         return bool(unit.feedback) and any(
-            bool(each.values.any()) for each in unsent(unit, self.topology, self.rank, kept)
+            bool(each.values.any()) for each in _unsent().unsent(unit, self.topology, self.rank, kept)
         )
 
     def unsent(self, units: Sequence[UnitPlan], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The part of this rank in what has not been sent of some units, as
         :func:`~gckernels.sync.states.unsent.unsent_by_parameter` returns it."""
         state = self.state_dict(self.device)["feedback"]
-        return unsent_by_parameter(units, self.topology, self.rank, lambda kind, key: state[kind].get(key), sizes)
+        kept: Kept = lambda kind, key: state[kind].get(key)
+        found: dict[str, torch.Tensor] = _unsent().unsent_by_parameter(units, self.topology, self.rank, kept, sizes)
+        return found
 
     def follow(self, other: RuntimeState) -> None:
         """Continue where the runtime of another plan, which has sent everything, ends."""
@@ -177,7 +184,7 @@ class RuntimeState:
         if self._engine is None or not other._begun:
             return
         plans, feedback = (other.plan, self.plan), other.state_dict()["feedback"]
-        keys, states = carried(*plans, self.world_size, self.rank, feedback)
+        keys, states = _unsent().carried(*plans, self.world_size, self.rank, feedback)
         self._feedback.load_state_dict(states)
         self._begun = keys & other._begun
 

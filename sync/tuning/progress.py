@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..traces.model_trace import ModelTrace
 from .trials.race import Tuned
 from .trials.rules import Phase
-from .watching.pace import Pace
+
+if TYPE_CHECKING:
+    from .watching.pace import Pace
 
 _OTHER_RULE = "it was chosen with another rule of accuracy"
 
@@ -90,74 +93,10 @@ class Progress:
                 return Progress(found=found, why_anew=_OTHER_RULE, trace=trace)
             times_s = (float(record[name]) for name in ("step_s", "none_s"))
             tuned = Tuned(trace, stages[stage].accuracy, *times_s)
-            pace = Pace(int(record["gap"]), int(record["since"])) if "gap" in record else None
+            pace = None
+            if "gap" in record:
+                watching = importlib.import_module(".watching.pace", __package__)
+                pace = watching.Pace(int(record["gap"]), int(record["since"]))
             return Progress(stage, str(record["policy"]), tuned, found, pace=pace)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"state: tuning is not valid: {error!r}") from error
-
-
-AGAIN_STEPS = 1000
-"""Steps from a failure to the next attempt."""
-FORGET = 4
-"""An attempt is forgotten after as many times the steps for which the next one had to wait."""
-
-
-@dataclass(frozen=True)
-class Allowance:
-    """The steps from one attempt to the next. They double with every one, until one is forgotten.
-
-    Attributes:
-        least: the steps after the first attempt.
-        wait: the steps after the last attempt.
-        since: the steps since the last attempt; ``None`` before the first, which need not wait.
-    """
-
-    least: int
-    wait: int = 0
-    since: int | None = None
-
-    def later(self, steps: int) -> Allowance:
-        """The allowance some steps later."""
-        return self if self.since is None else replace(self, since=self.since + steps)
-
-    def spent(self) -> Allowance:
-        """The allowance after an attempt."""
-        forgotten = self.since is None or self.since >= FORGET * self.wait
-        return replace(self, wait=self.least if forgotten else 2 * self.wait, since=0)
-
-
-_NUMBER = re.compile(r"\d[\d.,]*")
-
-
-@dataclass(frozen=True)
-class Retries:
-    """The failures so far. All ranks have the same.
-
-    Attributes:
-        allowance: the steps from one failure to the next attempt. They double, as those between two plans do.
-        at_step: the step of the last failure.
-        due: the step of the next attempt; ``None`` if nothing has failed since the last plan was found.
-        causes: the texts of all failures without their numbers.
-    """
-
-    allowance: Allowance = field(default_factory=lambda: Allowance(AGAIN_STEPS))
-    at_step: int = 0
-    due: int | None = None
-    causes: frozenset[str] = frozenset()
-
-    def after(self, step: int, text: str) -> Retries:
-        """The failures with one more, the error ``text`` at a step."""
-        allowance = self.allowance.later(step - self.at_step).spent()
-        return Retries(allowance, step, step + allowance.wait, self.causes | {_cause(text)})
-
-    def is_known(self, text: str) -> bool:
-        """Whether something has failed with the same error before, but for numbers such as times in it."""
-        return _cause(text) in self.causes
-
-    def settled(self) -> Retries:
-        """The failures when a plan has been found: nothing is tried again."""
-        return replace(self, due=None)
-
-
-def _cause(text: str) -> str:
-    return _NUMBER.sub("", text)

@@ -12,7 +12,6 @@ from .auto import Auto
 from .trials.race import Race
 from .trials.rules import Phase
 from .trials.training import Steps, TunedTraining
-from .uniform_candidates import UniformCandidates
 
 
 class Proposer(Protocol):
@@ -41,15 +40,19 @@ class Proposer(Protocol):
 
 def proposers_of(auto: Auto, training: TunedTraining) -> tuple[Proposer, ...]:
     """The proposers that some settings ask for, those first whose plans are to be tried first."""
-    uniform = UniformCandidates(training)
     predicts = auto.predict and training.frontend.can_be_traced
-    return (uniform, LaterPlans(training)) if predicts else (uniform,)
+    return (UniformPlans(training), LaterPlans(training)) if predicts else (UniformPlans(training),)
 
 
-class LaterPlans:
-    """Predicted plans, whose proposer is imported when it is asked, so that attaching does not wait for the planner."""
+class ImportedPlans:
+    """Plans of a proposer that is imported when it is asked, so that attaching does not wait for it.
 
-    needs_trace = True
+    Attributes:
+        proposer: the full name of its class.
+    """
+
+    needs_trace = False
+    proposer = ""
 
     def __init__(self, training: TunedTraining) -> None:
         self._training = training
@@ -57,11 +60,24 @@ class LaterPlans:
 
     def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
         if self._made is None:
-            searching = importlib.import_module("gckernels.planner.predictive.searching")
-            self._made = searching.PredictedPlans(self._training)
+            module, _, name = self.proposer.rpartition(".")
+            self._made = getattr(importlib.import_module(module), name)(self._training)
         found: tuple[Plan, ...] | Failure = yield from self._made.plans(stage, trace, race)
         return found
 
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
+
+
+class UniformPlans(ImportedPlans):
+    """Plans with one compressor for the whole model."""
+
+    proposer = "gckernels.sync.tuning.uniform_candidates.UniformCandidates"
+
+
+class LaterPlans(ImportedPlans):
+    """Predicted plans."""
+
+    needs_trace = True
+    proposer = "gckernels.planner.predictive.searching.PredictedPlans"

@@ -28,7 +28,7 @@ from ..plans.names import summary_of
 from ..plans.plan import Plan, PlanError
 from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import TraceError
-from .progress import Progress, Retries
+from .progress import Progress
 from .proposers import Proposer
 from .trials.race import Race, Tuned
 from .trials.rules import Phase, Rules, refusal
@@ -40,6 +40,7 @@ from .trials.training import Refused, Steps, TunedTraining
 if TYPE_CHECKING:
     from .optimizers import Optimizers
     from .recording import StepRecording
+    from .retries import Retries
     from .watching.watching import Running
 
 UNIFORM = "uniform"
@@ -67,7 +68,8 @@ class Tuner:
         replan: bool,
     ) -> None:
         self._training, self._stages, self._model = training, rules.stages, rules.model
-        self._proposers, self._replan, self._retries = tuple(proposers), replan, Retries()
+        self._proposers, self._replan = tuple(proposers), replan
+        self._retries: Retries | None = None  # once something has failed
         self._progress = Progress()
         self._ranks, self._plain = training.ranks, training.plan
         self._given = weakref.ref(model)
@@ -123,7 +125,7 @@ class Tuner:
         two steps."""
         self._end_proposals()
         self._sequence.close()
-        self._progress, self._retries = progress or Progress(), Retries()
+        self._progress, self._retries = progress or Progress(), None
         self._spans.open()
         self._found, self._race, self._running = dict(self._progress.found), None, None
         self._sequence = self._tuned()
@@ -162,7 +164,7 @@ class Tuner:
                 self._progress = Progress()
                 tuned = yield from self._attempt(self._tune(stage, later), tuned)
             while True:
-                if tuned is not None and self._retries.due is None:  # otherwise a resumed job tries again
+                if tuned is not None and self._due is None:  # otherwise a resumed job tries again
                     self._progress = replace(Progress(number, self._training.policy, tuned), pace=self._progress.pace)
                 until = later[0].first_step if later else None
                 if not self._replan or not (yield from self._watched(stage, tuned, until)):
@@ -190,7 +192,7 @@ class Tuner:
     def _watched(self, stage: Phase, tuned: Tuned | None, until: int | None) -> Steps[bool]:
         """Let the plan run until the next stage begins, or until plans are to be found again after a failure, and
         return whether they are."""
-        due = self._retries.due
+        due = self._due
         end = min((step for step in (until, due) if step is not None), default=None)
         if tuned is not None:
             try:
@@ -222,6 +224,11 @@ class Tuner:
         return self._running
 
     @property
+    def _due(self) -> int | None:
+        """The step at which plans are to be found again after a failure; ``None`` if they are not."""
+        return None if self._retries is None else self._retries.due
+
+    @property
     def _goes_on(self) -> str:
         return "the plan that runs now" if self._compresses(self._training.plan) else PLAIN_GOES_ON
 
@@ -251,7 +258,7 @@ class Tuner:
                     self._say_failed(plans.text, "the fastest plan so far")
                 plans = ()
             elif not number:
-                self._retries = self._retries.settled()
+                self._retries = None if self._retries is None else self._retries.settled()
             new = self._join(
                 race, {**joins, **{plan: _policy_of(plan) for plan in self._decaying(plans)}}, stage, trace
             )
@@ -309,9 +316,11 @@ class Tuner:
 
     def _postpone(self, failure: Failure, goes_on: str = PLAIN_GOES_ON) -> None:
         """Say that tuning has failed, and try it again later. People are warned once of each cause."""
-        training, is_known = self._training, self._retries.is_known(failure.text)
-        self._retries = self._retries.after(training.steps, failure.text)
-        again = self._retries.allowance.wait if self._replan else None
+        training = self._training
+        retries = self._retries or importlib.import_module(".retries", __package__).Retries()
+        is_known = retries.is_known(failure.text)
+        self._retries = retries = retries.after(training.steps, failure.text)
+        again = retries.allowance.wait if self._replan else None
         level = logging.INFO if is_known else logging.WARNING
         training.say(failed("tuning", failure.text, goes_on, again), level=level)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp import GradScaler
@@ -13,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...plans.plan import Plan
 from .hooks import weakly
-from .layer_use import LayerUse
 from .optimizer_checks import (
     groups_with,
     in_a_scaler,
@@ -21,6 +21,9 @@ from .optimizer_checks import (
     warn_of_scaler,
     warn_of_steps_in_backward,
 )
+
+if TYPE_CHECKING:
+    from .layer_use import LayerUse
 
 _THROWN_AWAY = (
     "gckernels: the gradients of a synchronised backward were cleared before an optimizer used them. Error feedback "
@@ -75,7 +78,8 @@ class OptimizerWatches:
         if momenta:
             self._watches.append(warn_of_momentum([parameters[name] for name in momenta], next(iter(momenta.values()))))
         if residuals:
-            self._layers = LayerUse({name: parameters[name] for name in residuals}, weakly(self._gone))
+            layer_use = importlib.import_module(".layer_use", __package__)
+            self._layers = layer_use.LayerUse({name: parameters[name] for name in residuals}, weakly(self._gone))
             self._watches.append(self._layers)
         if residuals and self._scaler is None:
             watched = [parameters[name] for name in residuals]

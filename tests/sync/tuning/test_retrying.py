@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from gckernels.sync.tuning import progress, uniform_candidates
-from gckernels.sync.tuning.progress import Allowance, Retries
+from gckernels.sync.tuning import retries, uniform_candidates
+from gckernels.sync.tuning.retries import Allowance, Retries
 from gckernels.sync.tuning.trials.rules import STEPS
 from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.watching.monitor import Window
@@ -48,7 +48,7 @@ def fails_at_first(front: str, failures: int) -> Any:
 
     with (
         scripted(module, SPECS, {PLAIN: 1.0, "four": 0.5, "eight": 0.7}, handles),
-        mock.patch.object(progress, "AGAIN_STEPS", SOON),
+        mock.patch.object(retries, "AGAIN_STEPS", SOON),
         mock.patch.object(uniform_candidates, "candidates", proposal),
     ):
         model, handle = tuned_handle(front, module)
