@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..accuracy.accuracy import AccuracyLike
-from .trials.rules import Phase, stages_of
+
+if TYPE_CHECKING:
+    from .trials.rules import Phase
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class Auto:
             if type(value := getattr(self, name)) is not bool:
                 raise TypeError(f"Auto: {name} must be True or False, got {value!r}")
         try:
-            return stages_of(self.accuracy, self.steps, first_step)
+            rules = importlib.import_module(".trials.rules", __package__)
+            stages: tuple[Phase, ...] = rules.stages_of(self.accuracy, self.steps, first_step)
+            return stages
         except (TypeError, ValueError) as error:
             raise type(error)(f"Auto: {error}") from None
 

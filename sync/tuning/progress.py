@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..traces.model_trace import ModelTrace
-from .trials.race import Tuned
 from .trials.rules import Phase
+from .trials.tuned import Tuned
 
 if TYPE_CHECKING:
     from .watching.pace import Pace

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..communication.agreement import Failure
 from ..plans.plan import Plan
 from ..traces.model_trace import ModelTrace
 from .auto import Auto
-from .trials.race import Race
 from .trials.rules import Phase
 from .trials.training import Steps, TunedTraining
+
+if TYPE_CHECKING:
+    from .trials.race import Race
 
 
 class Proposer(Protocol):

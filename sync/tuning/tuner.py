@@ -30,17 +30,18 @@ from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import TraceError
 from .progress import Progress
 from .proposers import Proposer
-from .trials.race import Race, Tuned
 from .trials.rules import Phase, Rules, refusal
 from .trials.sentences import PLAIN as PLAIN_GOES_ON
 from .trials.sentences import failed, restarted, resumed
 from .trials.spans import StepSpans
 from .trials.training import Refused, Steps, TunedTraining
+from .trials.tuned import Tuned
 
 if TYPE_CHECKING:
     from .optimizers import Optimizers
     from .recording import StepRecording
     from .retries import Retries
+    from .trials.race import Race
     from .watching.watching import Running
 
 UNIFORM = "uniform"
@@ -85,7 +86,6 @@ class Tuner:
             self._optimizers = optimizers.Optimizers(training.frontend.parameters().values(), training.ranks)
         self._sequence = self._tuned()
         training.listeners.add(self._go_on)
-        self._go_on()
 
     def close(self) -> None:
         """End the tuning, with the plan that runs now. Further calls do nothing."""
@@ -212,7 +212,7 @@ class Tuner:
         """What watches the plan that runs, and compares it with others now and then."""
         race = self._race
         if race is None:  # the job was resumed
-            race = self._race = Race(self._training, self._spans, self._plain)
+            race = self._race = self._new_race()
             stage, trace = self._in_use(stage), tuned.trace.remembering(self._found)
             plans = yield from self._proposers[0].plans(stage, trace, race)
             known = {} if isinstance(plans, Failure) else {plan: _policy_of(plan) for plan in self._decaying(plans)}
@@ -242,7 +242,7 @@ class Tuner:
         training, tuned = self._training, None
         before, policy = training.plan, training.policy
         self._earlier_steps = self.trial_steps
-        race = self._race = Race(training, self._spans, self._plain)
+        race = self._race = self._new_race()
         yield from race.run()
         stage = self._in_use(stage)
         trace = (yield from self._traced(stage)).remembering(self._found)
@@ -268,6 +268,11 @@ class Tuner:
                 continue
             tuned = self._decided(race, trace, (stage, *later))
         return tuned
+
+    def _new_race(self) -> Race:
+        race = importlib.import_module(".trials.race", __package__)
+        made: Race = race.Race(self._training, self._spans, self._plain)
+        return made
 
     def _in_use(self, stage: Phase) -> Phase:
         """A rule as it holds in front of the optimizers that are in use. Collective."""

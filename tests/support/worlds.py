@@ -160,6 +160,7 @@ def choice(arms: int) -> tuple[Trials, Generator[Turn, Sequence[float], None]]:
     trials = Trials()
 
     def turns() -> Generator[Turn, Sequence[float], None]:
+        yield Turn(PLAIN, 1, 1)  # the first step of a training
         yield from trials.race()
         trials.join([1.0] * (arms - 1))
         yield from trials.race()

@@ -8,13 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from ...accuracy.accuracy import AccuracyLike
 from ...engine.recorded_step import RecordedStep
 from ...plans.names import summary_of
 from ...plans.plan import Plan
-from ...traces.model_trace import ModelTrace
 from .comparison import Times
 from .sentences import failed
 from .spans import StepSpans, bounds_of, of_all_ranks
@@ -156,20 +153,3 @@ class Race:
         if recorded is not None:
             self.recorded[turn.arm] = recorded
         return of_all_ranks(maxima)
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """The outcome of trials, on which the running phase builds.
-
-    Attributes:
-        trace: the recorded steps.
-        accuracy: the rule of accuracy.
-        step_s: the measured step of the plan that has won, in seconds.
-        none_s: the measured plain step.
-    """
-
-    trace: ModelTrace
-    accuracy: AccuracyLike
-    step_s: float
-    none_s: float

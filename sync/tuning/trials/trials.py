@@ -31,8 +31,6 @@ UNCOUNTED = 2
 """Steps at the beginning of a turn that are not counted: messages, buffers and connections are new in the first, and
 after a change to plain steps DDP makes its buckets anew in the second. At 200 Mbit/s the first step takes 1.5 to 2.5
 times as long as later ones, and the second as long as they do."""
-WARMUP = 3
-"""Uncounted steps of the very first turn. Everything takes longer when a training begins."""
 LEAST_GAIN = 0.02
 """The share of the plain step that a plan must save. Below it the cost of a hook is not worth its risk."""
 MOST = 80
@@ -291,12 +289,10 @@ class Trials:
 
     # ---------------------------------------------------------------- turns
 
-    def _take(self, arm: int, counted_or_all: int) -> Rules[Times | None]:
+    def _take(self, arm: int, steps: int) -> Rules[Times | None]:
         """The seconds of the counted steps of a turn; ``None`` if the arm cannot run, which is left out then."""
         is_first, is_new = self._running is None, arm != self._running
-        uncounted = WARMUP if is_first else UNCOUNTED if is_new else 0
-        steps = counted_or_all + (WARMUP - UNCOUNTED if is_first else 0)
-        times = yield Turn(arm, steps, uncounted)
+        times = yield Turn(arm, steps, UNCOUNTED if is_new else 0)
         if times is None:
             self.leave_out(arm)
             return None

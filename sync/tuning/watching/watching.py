@@ -13,11 +13,12 @@ from dataclasses import replace
 from ...accuracy.accuracy import unfitted
 from ...communication.agreement import Failure, together
 from ...plans.plan import Plan
-from ..trials.race import Race, Tuned
+from ..trials.race import Race
 from ..trials.sentences import Sentences, failed
 from ..trials.spans import StepSpans
 from ..trials.training import Refused, Steps, TunedTraining
 from ..trials.trial_report import overtaken
+from ..trials.tuned import Tuned
 from .fallback import errors_of, finer
 from .guard import Fault, Guard
 from .monitor import Monitor, Window

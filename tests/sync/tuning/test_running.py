@@ -22,10 +22,11 @@ from gckernels.sync.programs.named import ALLGATHER, ALLREDUCE
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import TracedTensor
 from gckernels.sync.tuning.progress import Progress
-from gckernels.sync.tuning.trials.race import Race, Tuned
+from gckernels.sync.tuning.trials.race import Race
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.trials.training import Refused, TunedTraining
 from gckernels.sync.tuning.trials.trials import Turn
+from gckernels.sync.tuning.trials.tuned import Tuned
 from gckernels.sync.tuning.watching import watching
 from gckernels.sync.tuning.watching.guard import Reading
 from gckernels.sync.tuning.watching.monitor import Window

@@ -14,8 +14,7 @@ from gckernels.planner.predictive import searching
 from gckernels.planner.predictive.planning import Proposal
 from gckernels.planner.predictive.searching import Slices
 from gckernels.sync.tuning.trials.rules import RECORDED, STEPS, WARMUP
-from gckernels.sync.tuning.trials.trials import TURN, UNCOUNTED
-from gckernels.sync.tuning.trials.trials import WARMUP as FIRST
+from gckernels.sync.tuning.trials.trials import TURN
 from models import build
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
@@ -99,7 +98,7 @@ def long_search(rests: int, at_step: int, front: str = "ddp", closes: bool = Tru
     return policies, count[0]
 
 
-SEARCHED = TURN + FIRST - UNCOUNTED + WARMUP + RECORDED + 1 + 2 * TURN
+SEARCHED = 1 + TURN + WARMUP + RECORDED + 1 + 2 * TURN
 """The step after which plans are searched: behind a plain turn, recorded steps, and two turns of the uniform plan."""
 
 
