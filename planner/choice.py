@@ -17,12 +17,12 @@ from gckernels.sync.programs.spans import MEAN
 from .auto import auto, free_problem, uncollected
 from .drafts.problem import Found, Policy, Problem, ProblemError
 from .machines.machine import MachineError
+from .machines.published import SLOWER
 from .policies.baselines import all_, exhaustive, none, threshold, uniform
 from .policies.cupcake import cupcake
 from .policies.espresso import espresso
 from .policies.every_tensor import byteps, hitopkcomm
 from .policies.mergecomp import mergecomp
-from .policies.published import SLOWER
 from .policies.secopa import secopa
 from .timeline.timeline import Timeline
 

@@ -287,7 +287,7 @@ BAD_ERROR = 0.20
 
 
 def price_error(machine: Machine, method: Compressor) -> float:
-    """The largest relative error of a machine's prices for a compressor; 0 if only its margin tells, infinite if it
+    """The largest relative error of a machine's prices for a compressor; 0 if only its margin is known, infinite if it
     lacks a price."""
     one, sources, errors = np.array([1.0]), machine.topology.world_size, [0.0]
     works = [(StageKind.PROJECT, 1), (StageKind.RECONSTRUCT, 1)]

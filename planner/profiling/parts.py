@@ -37,7 +37,7 @@ _BOTH_ENDS = (StageKind.ENCODE, StageKind.DECODE, StageKind.PROJECT, StageKind.R
 _LEAVES = 5  # something must be left for what follows
 _LEAST_CURVE_S = 0.4  # in less time a curve has no large sizes, and its small ones differ by chance
 _BESIDE_S = 0.003  # seconds of the collective that runs beside a backward at most
-_MOST_MOMENTS = 10  # at which something disturbed is measured at the end
+_LAST_MOMENTS = 10  # at which something disturbed is measured at the end
 _WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly wait, and take nothing that shows
 
 
@@ -80,7 +80,7 @@ class Parts:
     def measure(self, compressors: Sequence[Compressor]) -> None:
         """Measure everything in the order of its use, as long as there is time.
 
-        What every plan needs comes first, and the first compressors. They are measured however little time there is.
+        The needs of every plan come first, and the first compressors. They are measured however little time there is.
         Then come the other compressors, with other measurements in between, and everything that was disturbed is
         measured again, at first what has a bad error and every plan needs. The slow-down of backward
         comes after all prices that every plan needs: without it, plans are predicted to be too fast by a part of what
@@ -122,7 +122,7 @@ class Parts:
         self._measure_again()
         self._measure_codecs(arena, more, (*_BOTH_ENDS, StageKind.RECODE))
         self._measure_codecs(arena, [Identity(), *usual], (StageKind.ADD,))
-        for _ in range(_MOST_MOMENTS):
+        for _ in range(_LAST_MOMENTS):
             self._measure_again()
 
     def _arena(self, place: Place) -> Arena:

@@ -134,7 +134,7 @@ class Timeline:
 
     @functools.cached_property
     def error(self) -> float:
-        """The relative error of the prices of all stages together; 0 if only the margin of the machine tells."""
+        """The relative error of the prices of all stages together; 0 if only the margin of the machine is known."""
         prices = [submitted.stage.price for submitted in self.submitted]
         unsure_s = sum(price.unsure_s.item(0) for price in prices if price.unsure_s is not None)
         return unsure_s / total_s if (total_s := sum(price.alone_s.item(0) for price in prices)) else 0.0

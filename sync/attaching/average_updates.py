@@ -183,7 +183,7 @@ def average_updates(
 
 
 def _listed(given: Any) -> list[Any]:
-    """The things that an argument lists, or the one that it is."""
+    """The things that an argument lists, or the argument itself if it is no list."""
     return list(given) if isinstance(given, list | tuple) else [given]
 
 

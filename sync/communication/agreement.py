@@ -17,7 +17,7 @@ from .collectives import CONSEQUENCES, all_gather, device_of_group, exchange_tex
 
 T = TypeVar("T")
 
-_MOST_TEXTS = 2**20
+_TEXTS_LIMIT = 2**20
 _SETTINGS = re.compile(r"settings: [0-9a-f]+ ([0-9]+) (.*)", re.DOTALL)
 
 
@@ -49,12 +49,12 @@ def named(group: dist.ProcessGroup, what: str, names: Sequence[str] = (), step: 
     try:
         yield
     except RuntimeError as error:
-        said = ""
+        report = ""
         with contextlib.suppress(Exception):  # the group may be gone
             reports = importlib.import_module(".reports", __package__)
-            said = reports.explained(group, what, names, step, error)
+            report = reports.explained(group, what, names, step, error)
         raise RuntimeError(
-            f"gckernels: {what} failed: {said and f'{said}: '}{type(error).__name__}: {error}"
+            f"gckernels: {what} failed: {report and f'{report}: '}{type(error).__name__}: {error}"
         ) from error
 
 
@@ -150,14 +150,14 @@ def _hash(text: str) -> int:
 
 
 def _read_report(caller: str, rank: int, report: str) -> tuple[int, str]:
-    """The number of texts of a rank and its summary. What it has sent allocates memory, so it is checked; all ranks
-    have received the same, and raise together."""
+    """The number of texts of a rank and its summary. The number allocates memory, so it is checked; all ranks have
+    received the same, and raise together."""
     found = _SETTINGS.fullmatch(report)
     if found is None:
         raise RuntimeError(f"{caller}: rank {rank} has sent no settings, but {report!r:.80}")
-    if len(found[1]) > len(str(_MOST_TEXTS)) or not 1 <= int(found[1]) <= _MOST_TEXTS:
+    if len(found[1]) > len(str(_TEXTS_LIMIT)) or not 1 <= int(found[1]) <= _TEXTS_LIMIT:
         raise RuntimeError(
-            f"{caller}: rank {rank} says that it has {found[1]:.40} settings, and {_MOST_TEXTS:,} are most"
+            f"{caller}: rank {rank} says that it has {found[1]:.40} settings, and {_TEXTS_LIMIT:,} are most"
         )
     return int(found[1]), found[2]
 

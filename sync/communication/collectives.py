@@ -73,8 +73,10 @@ def broadcast_text(group: dist.ProcessGroup, device: torch.device, source: int, 
     if not 0 <= (numel := int(length)) <= _LONGEST_NBYTES:
         raise RuntimeError(f"gckernels: rank {source} says that it sends a text of {numel:,} bytes, which is too long")
     is_source = dist.get_rank(group) == source
-    sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if is_source and numel else torch.empty(numel)
-    received = sent.to(device, torch.uint8)
+    sent = torch.empty(numel, dtype=torch.uint8, device="cpu")
+    if is_source and numel:
+        sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    received = sent.to(device)
     if numel:
         dist.broadcast(received, group_src=source, group=group)
     return bytes(received.cpu().numpy()).decode(errors="replace")

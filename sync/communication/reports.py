@@ -1,4 +1,4 @@
-"""What ranks say to each other when a collective has failed: which ranks have not taken part, and where others are.
+"""Words of ranks to each other when a collective has failed: which ranks have not taken part, and where others are.
 
 The store of the job carries it, and nothing is written there before a failure. Each rank that fails leaves one word:
 the step, the collective, and the error of its transport. It then waits a moment for the words of the others. A rank
@@ -36,7 +36,7 @@ _CLOSED, _LATE, _OTHER = "closed", "late", "other"
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank says of its failure.
+    """The word of a rank about its failure.
 
     Attributes:
         rank: the rank, numbered as in the job.
@@ -84,7 +84,7 @@ class Word:
 
     @property
     def part(self) -> str:
-        """What others wait for, such as ``"its part of layers.3.weight (AllToAll) in step 214"``."""
+        """The things that others wait for, such as ``"its part of layers.3.weight (AllToAll) in step 214"``."""
         return f"its part of {f'{self.names} ({self.what})' if self.names else self.what}{self._when}"
 
     @property
@@ -99,7 +99,7 @@ class Word:
 
 
 class Report:
-    """What the ranks of a collective say of its failure. A thread collects it, so that nothing is held up.
+    """The words of all ranks of a collective about its failure. A thread collects it, so that nothing is held up.
 
     Args:
         name: a name that no other failure of these ranks has.
@@ -132,8 +132,8 @@ class Report:
                 time.sleep(_POLL_S)
 
     def text(self) -> str:
-        """What has happened, as far as it is known; ``""`` if the error itself says it. Waits for two seconds at
-        most."""
+        """A sentence of what has happened, as far as it is known; ``""`` if the error itself says it. Waits for two
+        seconds at most."""
         if not self._own.what:
             return ""
         self._thread.join(PATIENCE_S + _STORE_PATIENCE_S)
@@ -141,11 +141,11 @@ class Report:
 
 
 def described(own: Word, words: Mapping[int, Word], others: Collection[int], is_complete: bool) -> str:
-    """What has happened in a collective that has failed.
+    """A sentence of what has happened in a collective that has failed.
 
     Args:
         own: the word of this rank.
-        words: those of other ranks.
+        words: the words of other ranks.
         others: the other ranks of the collective.
         is_complete: whether all words that there are have been read; otherwise nothing is known of ranks without one.
     """
@@ -193,8 +193,8 @@ def reported(
 
 
 def explained(group: dist.ProcessGroup, what: str, names: Sequence[str], step: int | None, error: Exception) -> str:
-    """What has happened in a failed collective of a group that belongs to no message, as :meth:`Report.text` says
-    it."""
+    """A sentence of what has happened in a failed collective of a group that belongs to no message, as
+    :meth:`Report.text` gives it."""
     own = Word.of(dist.get_rank(), what, names, step, error)
     return Report(str(group.group_name), own, dist.get_process_group_ranks(group)).text()
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from ..communication.reports import Report
 
 
-def failure(error: BaseException, event: str = "synchronisation failed", said: str = "") -> RuntimeError:
+def failure(error: BaseException, event: str = "synchronisation failed", report: str = "") -> RuntimeError:
     """The error to raise in the training because of ``error`` in a lane, which becomes its cause.
 
     Its text is, for example, ``"gckernels: synchronisation failed: RuntimeError: Connection closed by peer"``, with
-    what ranks have ``said`` of it in front of the cause.
+    what ranks ``report`` of it in front of the cause.
     """
-    raised = RuntimeError(f"gckernels: {event}: {said and f'{said}: '}{type(error).__name__}: {error}")
+    raised = RuntimeError(f"gckernels: {event}: {report and f'{report}: '}{type(error).__name__}: {error}")
     raised.__cause__ = error
     return raised
 

@@ -220,7 +220,7 @@ class Runtime(RuntimeState):
         milestone = self.milestone
         compresses = milestone not in (None, _DRAINS)
         if milestone == _DRAINS:
-            self._settle()  # what shards hold is added at once
+            self._settle()  # residuals of shards are added at once
         self.watch.begin_step(compresses)
         self._beginning = self._renew(self._engine, milestone is not None)
         if compresses:

@@ -16,8 +16,8 @@ _NO_ID = 0
 
 def left_out(model: torch.nn.Module, exclude: Iterable[str] = ()) -> frozenset[str]:
     """The plain names of the parameters and buffers of a model that each rank has alone: those that
-    DistributedDataParallel ignores (``_set_params_and_buffers_to_ignore_for_model``), and others. What has another name
-    as well is left out only with all its names.
+    DistributedDataParallel ignores (``_set_params_and_buffers_to_ignore_for_model``), and others. A parameter with
+    several names is left out only with all of them.
 
     Args:
         model: the model.

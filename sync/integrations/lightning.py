@@ -46,7 +46,7 @@ class _Compressed(Strategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Attach to the model when Lightning has wrapped it for a training."""
         super().setup(trainer)
-        self._end()  # what a training has left that did not come to its end
+        self._end()  # a training may not have come to its end
         if trainer.state.fn == TrainerFn.FITTING:
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.attachment = attached(type(self).__name__, self.model, self._plan, scaler, self._settings)

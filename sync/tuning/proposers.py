@@ -46,24 +46,23 @@ def proposers_of(auto: Auto, training: TunedTraining) -> tuple[Proposer, ...]:
     return (UniformPlans(training), LaterPlans(training)) if predicts else (UniformPlans(training),)
 
 
-class ImportedPlans:
-    """Plans of a proposer that is imported when it is asked, so that attaching does not wait for it.
-
-    Attributes:
-        proposer: the full name of its class.
-    """
+class UniformPlans:
+    """Plans with one compressor for the whole model. Their proposer is imported when it is asked, so attaching does
+    not wait for it."""
 
     needs_trace = False
-    proposer = ""
 
     def __init__(self, training: TunedTraining) -> None:
         self._training = training
         self._made: Any = None
 
+    def imported(self) -> Any:
+        """The class of the proposer."""
+        return importlib.import_module(".uniform_candidates", __package__).UniformCandidates
+
     def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
         if self._made is None:
-            module, _, name = self.proposer.rpartition(".")
-            self._made = getattr(importlib.import_module(module), name)(self._training)
+            self._made = self.imported()(self._training)
         found: tuple[Plan, ...] | Failure = yield from self._made.plans(stage, trace, race)
         return found
 
@@ -72,14 +71,10 @@ class ImportedPlans:
             self._made.close()
 
 
-class UniformPlans(ImportedPlans):
-    """Plans with one compressor for the whole model."""
-
-    proposer = "gckernels.sync.tuning.uniform_candidates.UniformCandidates"
-
-
-class LaterPlans(ImportedPlans):
-    """Predicted plans."""
+class LaterPlans(UniformPlans):
+    """Predicted plans, of another proposer that is imported when it is asked."""
 
     needs_trace = True
-    proposer = "gckernels.planner.predictive.searching.PredictedPlans"
+
+    def imported(self) -> Any:
+        return importlib.import_module("gckernels.planner.predictive.searching").PredictedPlans

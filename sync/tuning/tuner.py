@@ -78,7 +78,7 @@ class Tuner:
         self._spans = StepSpans(model, training.frontend.group, training.frontend.device)
         self._found: dict[tuple[str, str], float] = {}  # errors because of which compressors were left
         self._race: Race | None = None  # since plans are tried in this job
-        self._earlier_steps = 0  # of races that have ended
+        self._earlier_steps = 0  # trials of races that have ended
         self._running: Running | None = None  # while it is watched
         self._optimizers: Optimizers | None = None
         if training.frontend.averaged == GRADIENTS and any(stage.accuracy.is_aggressive for stage in rules.stages):
@@ -209,7 +209,7 @@ class Tuner:
         return due is not None and self._training.steps >= due and due != until
 
     def _watcher(self, stage: Phase, tuned: Tuned) -> Steps[Running]:
-        """What watches the plan that runs, and compares it with others now and then."""
+        """The watch over the plan that runs, which compares it with others now and then."""
         race = self._race
         if race is None:  # the job was resumed
             race = self._race = self._new_race()

@@ -37,9 +37,9 @@ class World:
         self.random = draw = random.Random(f"{kind} {seed}")
         self.steps, self.tail = steps, 0.0
         self.noise = draw.choice([0.02, 0.05, 0.1])
-        self.compute = draw.uniform(0.05, 0.6)  # of a plain step
+        self.compute = draw.uniform(0.05, 0.6)  # the part of a plain step
         shares, self.coding = [1.0, 0.5, 0.27, 0.15], [0.0, 0.02, 0.03, 0.04]
-        self.slowness, self.link = [1.0] * steps, [1.0] * steps  # of computing, and of the link
+        self.slowness, self.link = [1.0] * steps, [1.0] * steps  # factors of computing, and of the link
         if kind == "many arms":
             shares, self.coding = [*shares, 0.6, 0.35], [*self.coding, 0.02, 0.05]
         elif kind == "fast link":
@@ -151,7 +151,7 @@ KINDS: dict[str, Callable[[World, random.Random], None]] = {
     "many arms": _quiet,
     "fast link": _quiet,
 }
-"""What disturbs the worlds of a kind."""
+"""The disturbances of worlds, by their kind."""
 
 
 def choice(arms: int) -> tuple[Trials, Generator[Turn, Sequence[float], None]]:

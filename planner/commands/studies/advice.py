@@ -165,7 +165,7 @@ def _compresses(plan: Plan) -> bool:
 def _better(problem: Problem, choice: Choice, fits: bool) -> Row | None:
     """The row of the best plan that is better, as :attr:`Advice.better`."""
     if choice.is_limit or (choice.asked == "auto" and fits):
-        return None  # that of auto is the best one
+        return None  # the plan of auto is the best one
     against = (choice.none, choice.row) if choice.pays and fits else (choice.none,)
     rows: Sequence[Row] = sorted(choice.rows, key=lambda row: row.step_s)
     for row in rows:

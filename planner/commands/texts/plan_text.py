@@ -14,7 +14,7 @@ from gckernels.sync.programs.steps import Place
 
 from ...choice import Choice, Row
 from ...drafts.problem import Problem
-from ...policies.published import ON_DEVICE, SLOWER
+from ...machines.published import ON_DEVICE, SLOWER
 from ..common.caveats import Band, Caveats
 from ..common.tables import table
 from ..studies.advice import Advice

@@ -99,7 +99,7 @@ class CollectiveTrains:
 
     @property
     def error(self) -> float | None:
-        """The error of the curve; ``None`` if there is none, or if it does not tell."""
+        """The error of the curve; ``None`` if there is none, or if it has no error."""
         found = self.curve
         return None if found is None else found.error
 

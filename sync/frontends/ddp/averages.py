@@ -128,7 +128,7 @@ def _finish(group: dist.ProcessGroup, buffer: torch.Tensor, future: Future[Outco
 
 def _explained(group: dist.ProcessGroup, error: Exception) -> RuntimeError:
     reports = importlib.import_module("...communication.reports", __package__)
-    return failure(error, said=reports.explained(group, "the average of a bucket", (), None, error))
+    return failure(error, report=reports.explained(group, "the average of a bucket", (), None, error))
 
 
 def will_rebuild_buckets(ddp_model: Any) -> bool:

@@ -340,7 +340,7 @@ class DdpFrontend(ModelFrontend):
         for name in names:
             if name not in self._delivers:
                 deliver = functools.partial(weakly(self._deliver), name)
-                self._delivers[name] = on_accumulated_last(parameters[name], deliver)  # what is left is no hook's
+                self._delivers[name] = on_accumulated_last(parameters[name], deliver)  # no hook has this gradient
 
     def _deliver(self, name: str, parameter: torch.Tensor) -> None:
         self.calls.deliver(name, parameter)

@@ -1,4 +1,4 @@
-"""The comparison of a plan with the one that it challenges, in turns of steps that follow one another.
+"""The comparison of a plan with another one, which it challenges, in turns of steps that follow one another.
 
 Each turn of the challenger is between two turns of the incumbent. If these two differ, something else has changed
 meanwhile, and the pair says nothing. Nothing here measures.

@@ -83,7 +83,7 @@ class Race:
         self.trials.resume(numbers[plan.fingerprint()], step_s, none_s)
 
     def replace(self, plan: Plan, is_refused: Callable[[Plan], bool]) -> None:
-        """Let a plan take the place of the one that runs, and leave those out that have its faults."""
+        """Let a plan take the place of the winner, which runs, and leave plans out that have its faults."""
         own = self.trials.incumbent
         self.arms = tuple(plan if arm == own else each for arm, each in enumerate(self.arms))
         self.trials.renew()
@@ -102,7 +102,7 @@ class Race:
         yield from self._play(self.trials.race())
 
     def compare(self, challengers: Sequence[int], before: Times | None = None) -> Steps[None]:
-        """Let plans challenge the one that runs, and then the winner run.
+        """Let plans challenge the winner so far, and then the new winner run.
 
         Args:
             challengers: the numbers of the plans.

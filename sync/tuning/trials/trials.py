@@ -41,8 +41,8 @@ DISTURBANCES = 3
 RIVAL, RIVALS = 0.1, 2
 """The relative distance from the best arm within which an arm is compared with it, beyond noise, and how many are."""
 BASE, SHARE = 8.0, 0.01
-"""What comparisons may cost after the first race: the time of so many steps, and the share of all steps."""
-_LEAST_S = 1e-9  # of a step, so that ratios are finite
+"""The cost that comparisons may have after the first race: the time of some steps, and a share of all steps."""
+_LEAST_S = 1e-9  # the shortest step, so that ratios are finite
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Trials:
         self.was_disturbed = False
         self.steps = 0
         self._handicaps = [1.0 - LEAST_GAIN]
-        self._medians_s: dict[int, float] = {}  # of the last turn of an arm
+        self._medians_s: dict[int, float] = {}  # in the last turn of an arm
         self._least_s: dict[int, float] = {}  # the shortest step of a turn in a sweep
         self._challenges: dict[int, int] = {}  # since the incumbent has won
         self._unfinished: dict[int, Comparison] = {}
@@ -267,8 +267,8 @@ class Trials:
 
     @property
     def lost_s(self) -> float:
-        """The estimated seconds that comparisons after the first race have lost: by how much the turns of other arms
-        took longer than the incumbent's would have, and by how much exact steps do, which come with a change."""
+        """The estimated seconds that comparisons after the first race have lost. Turns of other arms took longer than
+        the incumbent's would have, and so did the exact steps that come with a change."""
         return self._lost_s
 
     def next_challengers(self, is_news: bool, is_faster: bool = False) -> list[int]:

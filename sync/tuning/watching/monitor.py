@@ -135,7 +135,7 @@ class Monitor:
             self._spans.forget()
         if self._device.type != "cuda":
             return _Question(self._count + 1, keys, sent, work=work)
-        work.wait()  # of the stream, not of the host
+        work.wait()  # the stream waits, the host does not
         answer = torch.empty(sent.shape, dtype=sent.dtype, device="cpu", pin_memory=True)
         answer.copy_(sent, non_blocking=True)
         is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]

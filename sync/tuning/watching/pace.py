@@ -17,7 +17,7 @@ NEWS = 0.2
 SURE = 4.0
 """How many standard errors of a window it must be besides."""
 SEEN = 12
-"""Windows that are remembered. What comes and goes within them, such as another program, is no news."""
+"""Windows that are remembered. Another program that comes and goes within them is no news."""
 FIRST_GAP, LAST_GAP = 300, 4800
 """Steps from one comparison to the next without news. They double every time."""
 DOUBTFUL_GAP = 100

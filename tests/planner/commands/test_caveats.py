@@ -75,7 +75,7 @@ def test_a_machine_without_a_price_of_any_allowed_compressor_is_refused(trace, t
 
 
 def test_what_was_disturbed_makes_predictions_less_certain(trace, tmp_path, capsys):
-    """Of compressors the bad ones are left out if others are good. What every plan needs is used as it is."""
+    """Bad compressors are left out if others are good. The needs of every plan are used as they are."""
     arguments = ("--compressors", "Cast16", "EFSignSGD", "--policy", "all")
     machine = write_profile(tmp_path, "Cast16", worse=["EFSignSGD"])
     code, found = run_json(capsys, "plan", trace, machine, *arguments)
@@ -84,7 +84,7 @@ def test_what_was_disturbed_makes_predictions_less_certain(trace, tmp_path, caps
     write_profile(tmp_path, worse=["Cast16", "Identity"])
     code, found = run_json(capsys, "plan", trace, machine, *arguments)
     assert code == 0 and found["allowed"] == ["Cast16"] and found["margin"] == pytest.approx(0.3)
-    assert {row["policy"]: row["margin"] for row in found["policies"]}["none"] == pytest.approx(0.3)  # that of codecs
+    assert {row["policy"]: row["margin"] for row in found["policies"]}["none"] == pytest.approx(0.3)  # for codecs
     plan = str(tmp_path / "plan.json")
     write_profile(tmp_path, "Cast16", link=replace(SLOW, error=0.6))
     code, shown, errors = run_text(capsys, "plan", trace, machine, *arguments, "-o", plan)

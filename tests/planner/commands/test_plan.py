@@ -148,9 +148,9 @@ def test_the_use_of_a_plan_is_said(tmp_path, capsys, buckets):
     quick = ("plan", trace, SLOW, "--policy", "all", "-o", plan)
     notes = run_text(capsys, *quick)[2]
     shown = run_text(capsys, "explain", trace, SLOW, plan, "--messages", "0")[1]
-    for said in (notes, shown):
-        assert f"sync.attach(model, sync.Plan.load({plan!r})) uses the plan; model is " in said
-        assert ("no DistributedDataParallel model can take this plan: gckernels trace" in said) == (not buckets)
+    for text in (notes, shown):
+        assert f"sync.attach(model, sync.Plan.load({plan!r})) uses the plan; model is " in text
+        assert ("no DistributedDataParallel model can take this plan: gckernels trace" in text) == (not buckets)
     notes = run_text(capsys, *quick, "--every", "4")[2]
     assert f"sync.average_updates(model, optimizer, sync.Plan.load({plan!r}), every=4, delay=0) uses" in notes
     notes = run_text(capsys, *quick, "--frontend", "module")[2]

@@ -165,5 +165,6 @@ def test_a_model_is_recorded_planned_for_and_attached(tmp_path, capsys, form, ra
     assert code == 0 and found["compresses"] and ModelTrace.load(traced).buckets
     outcomes = values_of(run_ranks(ranks, attached, form, str(plan), fresh=True, exits=False))
     loaded = Plan.load(plan)
-    assert set(outcomes) == {("auto", loaded.fingerprint())} and loaded.compresses
+    assert loaded.prediction is not None and loaded.prediction.policy in ("auto", "all") and loaded.compresses
+    assert set(outcomes) == {(loaded.prediction.policy, loaded.fingerprint())}
     assert (loaded.weights is None) == (weights is None)

@@ -236,7 +236,7 @@ def test_what_was_not_measured_is_refused():
 
 
 def test_the_margin_is_the_larger_median_of_errors():
-    assert PROFILE.margin == 0.14  # of 3 % and 25 %
+    assert PROFILE.margin == 0.14  # the middle of 3 % and 25 %
     assert dataclasses.replace(PROFILE, collectives=PROFILE.collectives[:1]).margin == 0.05  # codecs
     bad = [model("Cast16", StageKind.ENCODE, error=0.4)] * 3
     assert dataclasses.replace(PROFILE, collectives=(), codecs=(*PROFILE.codecs, *bad)).margin == 0.05
