@@ -31,8 +31,8 @@ def quadratic_rounds(
     >>> from gckernels.sync import quadratic_rounds
     >>> quadratic_rounds([1.0] * 4 + [0.5] * 14)
     {0: 2, 4: 5, 14: 4, 18: 2}
-    >>> quadratic_rounds([0.5] * 8 + [1.0] * 4 + [0.5] * 14, both=True)
-    {0: 7, 7: 2, 13: 7, 20: 6, 26: 2}
+    >>> quadratic_rounds([0.5] * 7 + [1.0] * 4 + [0.5] * 14, both=True)
+    {0: 7, 7: 2, 11: 7, 25: 2}
 
     Args:
         rates: the learning rate of every step.
