@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from ..plans.arguments import differentiable
 from .checks.models import ddp_parameters
 
 _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
@@ -71,6 +72,16 @@ class Claim:
     def release(self) -> None:
         """Let others claim the parameters. Further calls do nothing."""
         _claims.discard(self)
+
+
+def averaged_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that a DDP model averages, by their plain names in the wrapped module: those of its attachment,
+    which may have been frozen since, without others thawed since; or else those that are not frozen."""
+    ignored, named = ddp_model.parameters_to_ignore, ddp_model.module.named_parameters()
+    for claim in list(_claims):
+        if claim.has(ddp_model):
+            return differentiable((name, each) for name, each in named if name not in ignored and claim.has(each))
+    return ddp_parameters(ddp_model)
 
 
 def refuse_claimed(caller: str, parameters: Mapping[str, torch.nn.Parameter]) -> None:

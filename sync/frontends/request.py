@@ -25,9 +25,10 @@ from ..plans.plan import Frontend, Plan, PlanError
 from ..programs.named import exact_program
 from ..programs.steps import Program, describe
 from ..programs.topology import Topology
-from .checks.models import ddp_parameters, refuse_without_shape, why_uncompressed
+from .checks.models import refuse_without_shape, why_uncompressed
 from .kinds import frontend_of, kind_of
 from .members import left_out
+from .ownership import averaged_parameters
 
 _CALLER = "attach"
 UNCOMPRESSED = Identity()
@@ -60,7 +61,8 @@ def uniform_plan(
 
     Args:
         model: a DDP model or one of ``fully_shard`` or ``replicate``, whose plan has the parameters that DDP or FSDP
-            averages, without those that they ignore; or a bare module, whose plan has all parameters that can have a
+            averages, without those that they ignore (frozen ones among them, if they have been frozen since
+            :func:`~gckernels.sync.attach`); or a bare module, whose plan has all parameters that can have a
             gradient, frozen or not, but those that DDP would ignore; or pairs of name and parameter, such as
             ``module.named_parameters()``.
         compressor: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``.
@@ -80,7 +82,7 @@ def uniform_plan(
     """
     unwrapped = getattr(model, "_orig_mod", model) if isinstance(model, torch.nn.Module) else model
     ddp_model = unwrapped if isinstance(unwrapped, DistributedDataParallel) else None
-    parameters = as_named_parameters("uniform_plan", model) if ddp_model is None else ddp_parameters(ddp_model)
+    parameters = as_named_parameters("uniform_plan", model) if ddp_model is None else averaged_parameters(ddp_model)
     if ddp_model is None and isinstance(model, torch.nn.Module):
         ignored = left_out(model)
         parameters = {name: each for name, each in parameters.items() if name not in ignored}

@@ -111,6 +111,8 @@ class Fuzz:
         self.got, self.size = copy.deepcopy(self.given), copy.deepcopy(self.given)
         self.lost: set[str] = set()  # parameters whose residuals a change of the plan may drop
         self.has_failed = False
+        self.handle: Any = None  # of the present step
+        self.stays_plain = True  # the second backward of a step has a plan that compresses nothing
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
         self.batches = torch.Generator().manual_seed(1000 * seed + self.rank)
@@ -162,6 +164,8 @@ class Fuzz:
                 model(torch.zeros(3, 5), False)
         elif pattern == "kept":
             model(*data[1])["loss"].backward()
+            if model is self.model:
+                self.stays_plain = _is_plain(self.handle)
         elif pattern == "no_sync between":
             loss = model(*data[0])["loss"]
             with apart():
@@ -251,6 +255,7 @@ class Fuzz:
         self.counts[pattern] += 1
         self.copy_parameters()
         apart = self.model.no_sync if self.is_ddp else handle.no_sync
+        self.handle, self.stays_plain = handle, True
         compares = _is_plain(handle) and not handle.is_changing
         is_exact = context < 0.1 and not _is_plain(handle)
         try:
@@ -260,7 +265,7 @@ class Fuzz:
         except Failed:
             self.has_failed = True
             return
-        self.compare(pattern, compares and (pattern != "kept" or _is_plain(handle)))  # the plan may change in between
+        self.compare(pattern, compares and self.stays_plain)
         if is_exact or (self.discards and context > 0.9 and pattern != "kept"):
             self.counts["exact" if is_exact else "discarded"] += 1
             if not is_exact:
@@ -311,7 +316,7 @@ class Fuzz:
     def between(self, handle: Any) -> Any:
         """Something that a training does between two steps. Returns the handle that goes on."""
         event = self.choose.choice(["check", "check", "state", "copy", "again", "change", "hook", "fail", *["use"] * 4])
-        if event in ("state", "again", "change") and self.is_ddp and not self.module.frozen.weight.requires_grad:
+        if event in ("state", "again") and self.is_ddp and not self.module.frozen.weight.requires_grad:
             return handle  # attach takes no DDP model with parameters that were frozen since it was made
         if event == "check":
             self.check(handle)

@@ -80,7 +80,7 @@ class DdpFrontend(ModelFrontend):
         if self._has_hook:
             self._use_hook(ddp_model)
         attached.add(ddp_model)
-        return [ddp_model]
+        return self.modules
 
     def unregister(self) -> None:
         """Let the hook average as DDP does from now on. At the end of the next step the model becomes plain DDP, with
@@ -100,6 +100,11 @@ class DdpFrontend(ModelFrontend):
         for handle in itertools.chain(self._watches, *self._delivers.values()):
             handle.remove()
         self._buckets.clear()
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        ddp_model = self._model()
+        return [] if ddp_model is None else [ddp_model]
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._members.existing()

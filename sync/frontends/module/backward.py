@@ -19,9 +19,10 @@ from ..ownership import refuse_wrapped
 from .buckets import Bucket, Layouts, Slot
 from .passes import NO_TASK, Passes
 
+_AGAIN = "close() the attachment and attach again on all ranks"
 _FAILED = (
-    "gckernels: a backward has failed after gradients had come ({}), and other ranks may have sent others; close() the "
-    "attachment and attach again on all ranks, or end the training"
+    "gckernels: a backward has failed after gradients had come ({}), and other ranks may have sent others; "
+    f"{_AGAIN}, or end the training"
 )
 _HAS_GRAPH = (
     "gckernels: backward(create_graph=True) averages gradients, as under DDP, but not their derivatives: averaged "
@@ -67,7 +68,9 @@ class Backward:
         self._kept: frozenset[str] = frozenset()  # those of them that are frozen, and are averaged in this step
         self._task = NO_TASK  # the last of these passes
         self._passes = Passes(weakly(self._end_pass))
+        self._collected: list[Slot] = []  # of the active buckets, which hold this rank's part of the mean
         self._failure = ""  # what nothing can be averaged after
+        self._refused = ""  # what the last backward was refused for; the next one may go on
         self._has_begun = False
         self._lay_out()
 
@@ -83,6 +86,7 @@ class Backward:
             RuntimeError: the gradient cannot be synchronised, or something failed before.
         """
         self._refuse_failed()
+        self._refused = ""
         if self.accumulates_only:
             self._note(name)
         elif torch.is_grad_enabled():
@@ -109,12 +113,9 @@ class Backward:
             self._begin()
         bucket, slot = self._slots.get(name, (None, None))
         if bucket is None or slot is None or name not in bucket.waiting:
-            self._fail(self._unexpected(name))
+            self._refuse(self._unexpected(name), {name})
         elif slot.grad is not None or not self._find_unused:  # a function may give none
-            try:
-                self._collect(slot)
-            except RuntimeError as error:
-                self._fail(str(error))
+            self._collect(slot)
             slot.hand_out()
             bucket.waiting.remove(name)
             if self.before_late is None:
@@ -127,19 +128,24 @@ class Backward:
         Raises:
             RuntimeError: there are such gradients.
         """
-        if not (self._active or self._failure) or torch._C._current_graph_task_id() != NO_TASK:
+        if not (self._active or self._failure or self._refused) or torch._C._current_graph_task_id() != NO_TASK:
             return
         names = self._came if self._active else self._members.references
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         local = [self._members.references[name]() for name in names]
         if any(id(parameter) in stepped and parameter.grad is not None for parameter in local if parameter is not None):
             self._refuse_failed()
+            if self._refused:
+                raise RuntimeError(self._refused)
+            if self._passes.have_failed:
+                self._fail(_FAILED.format(listed(names)))
             missing = {name for bucket in self._active for name in bucket.waiting}
-            self._fail(_FAILED.format(listed(names)) if self._passes.have_failed else _unfinished(names, missing))
+            self._refuse(_unfinished(names, missing))
 
     def follow(self, other: Backward) -> None:
         """Continue between two steps where another one ends."""
-        self.accumulates_only, self._has_begun, self._failure = other.accumulates_only, other._has_begun, other._failure
+        self.accumulates_only, self._has_begun = other.accumulates_only, other._has_begun
+        self._failure, self._refused = other._failure, other._refused
         self._accumulated, self._thawed = other._accumulated, other._thawed
 
     def prepare(self) -> None:
@@ -163,7 +169,7 @@ class Backward:
         self._lay_out()
         for bucket in self.buckets:
             bucket.begin()
-        self._active = self.buckets
+        self._active, self._collected = self.buckets, []
         self._unused = {slot.name for bucket in self.buckets for slot in bucket.frozen}
         self.runtime.unused.begin()
 
@@ -194,7 +200,11 @@ class Backward:
         return frozenset(name for name in frozen if self._find_unused or known[name].grad is not None)
 
     def _collect(self, slot: Slot) -> None:
-        slot.collect(self.runtime.share, all_reduced=self.runtime.is_exact)
+        try:
+            slot.collect(self.runtime.share, all_reduced=self.runtime.is_exact)
+        except RuntimeError as error:
+            self._refuse(str(error), {slot.name})
+        self._collected.append(slot)
 
     def _launch_rest(self) -> None:
         """Launch what has not been launched, when backward has ended."""
@@ -256,7 +266,8 @@ class Backward:
 
     def _finish(self) -> None:
         """Wait for all launched buckets; on a device, let its current stream wait."""
-        futures, self._futures, self._active = self._futures, [], []
+        futures = self._futures
+        self._futures, self._active, self._collected = [], [], []
         self._accumulated.clear()
         self._thawed = frozenset()
         wait_for(futures)
@@ -270,12 +281,35 @@ class Backward:
         if self._failure:
             raise RuntimeError(self._failure)
 
+    def _refuse(self, refused: str, names: Collection[str] = ()) -> NoReturn:
+        """Raise because of what the user has done, and can correct. If this rank has launched nothing, the pass counts
+        as one that only accumulated, so that the next one averages what is still there. Else it is a failure.
+
+        Args:
+            refused: the error.
+            names: parameters with a gradient that has not been collected.
+        """
+        if self._futures:
+            self._fail(f"{refused}; then {_AGAIN}, as gradients of this step have been sent")
+        for slot in self._collected:
+            slot.scale(1 / self.runtime.share, self.runtime.is_exact)
+        came = self._came.union(names)
+        self._accumulated |= came
+        self._thawed |= came
+        self._refused = refused
+        self._abandon()
+        raise RuntimeError(refused)
+
     def _fail(self, failure: str) -> NoReturn:
         """Raise, now and from then on: other ranks may have launched other buckets."""
         self._failure = failure
-        self._futures, self._active = [], []
-        self._passes.forget()
+        self._abandon()
         raise RuntimeError(failure)
+
+    def _abandon(self) -> None:
+        """End the step without its means."""
+        self._futures, self._active, self._collected = [], [], []
+        self._passes.forget()
 
     def _unexpected(self, name: str) -> str:
         missing = {name for bucket in self._active for name in bucket.waiting}

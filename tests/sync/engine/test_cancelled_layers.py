@@ -25,7 +25,8 @@ class Cancelling:
 
     def __init__(self, front: str, spec: str, program: str, copies: str = "", lr: float = 0.0) -> None:
         self.module: Any = build("Mlp")
-        plan = sync.uniform_plan(self.module, spec, program=program, exempt=None)
+        topology = (2, 1) if program == "hierarchical" else None
+        plan = sync.uniform_plan(self.module, spec, program=program, exempt=None, topology=topology)
         self.scaler = scaler_of() if copies == "scaler" else None
         options = {"can_discard": copies == "discard"} if self.scaler is None else {"grad_scaler": self.scaler}
         self.model, self.handle = attached(front, self.module, plan, **options)

@@ -137,6 +137,32 @@ def test_other_parameters_need_not_be_averaged():
     values_of(run_ranks(2, harmless))
 
 
+def frozen_since() -> None:
+    """A plan for an attached model has what DDP averages, whatever has been frozen or thawed since."""
+    net = Net()
+    model = wrapped(net)
+    attachment = sync.attach(model, "EFSignSGD")
+    expected = [name for name, each in net.named_parameters() if each.requires_grad]
+    backward(model)
+    net.heads.requires_grad_(False)
+    net.frozen.requires_grad_(True)
+    plan = sync.uniform_plan(model, "BlockQuant")
+    assert [unit.key for unit in plan.units] == expected
+    net.frozen.requires_grad_(False)
+    attachment.change_plan(plan)
+    for _ in range(3):
+        backward(model)
+    net.heads.requires_grad_(True)
+    backward(model)
+    attachment.close()
+    net.heads.requires_grad_(False)
+    assert [unit.key for unit in sync.uniform_plan(model, "BlockQuant").units] == ["trunk.weight", "trunk.bias"]
+
+
+def test_a_plan_has_what_was_frozen_since_the_model_was_attached():
+    values_of(run_ranks(2, frozen_since))
+
+
 def refused() -> None:
     net = Net()
     model: Any = wrapped(net)

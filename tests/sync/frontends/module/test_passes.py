@@ -170,6 +170,53 @@ def test_a_backward_that_has_failed_is_noticed_at_once():
         assert all("has failed" in text and "close()" in text for text in texts), texts
 
 
+def refused(finds: bool, launches: bool) -> None:
+    """Freeze a layer before the backward that comes to it in the middle. If nothing has been launched before, its
+    gradients are averaged with those of the next backward, and no optimizer uses them before; else nothing is averaged
+    any more."""
+    module = Blocks(0)
+    alone = copy.deepcopy(module)
+    plan = sync.uniform_plan(module, "Identity", program="allreduce")
+    cap = 0.0004 if launches else None
+    attachment = sync.attach(module, plan, find_unused_parameters=finds, bucket_cap_mb=cap)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss = module(batch(0), [])
+    module.blocks[1].requires_grad_(False)
+    for use in (loss.backward, optimizer.step):
+        with pytest.raises(RuntimeError, match=r"gradient of blocks\.1\.(bias|weight) came, which is frozen"):
+            use()
+    module.blocks[1].requires_grad_(True)
+    if launches:
+        with pytest.raises(RuntimeError, match=r"which is frozen.* close\(\) the attachment and attach again"):
+            module(batch(1), []).backward()
+        return attachment.close()
+    came = [name for name, each in module.named_parameters() if each.grad is not None]
+    module(batch(1), []).backward()
+    for number in range(2):
+        before = {name: each.grad for name, each in alone.named_parameters()}
+        alone.zero_grad()
+        alone(batch(number), []).backward()
+        for name, each in alone.named_parameters():
+            if each.grad is not None and before[name] is not None and name in came:
+                each.grad += before[name]
+    assert len(came) == 4
+    for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad, summed(other.grad) / dist.get_world_size())
+    optimizer.step()
+    return attachment.close()
+
+
+def all_refused() -> None:
+    for finds in (True, False):
+        for launches in (True, False):
+            refused(finds, launches)
+
+
+def test_a_backward_that_was_refused_before_anything_was_sent_counts_as_one_that_only_accumulated():
+    values_of(run_ranks(2, all_refused, group_timeout_s=60))
+
+
 def early() -> str:
     """The error of an optimizer that steps while gradients of the step are missing."""
     module = Blocks(0)
