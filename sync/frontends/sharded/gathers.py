@@ -236,7 +236,7 @@ class Gathers:
 
     def fail(self, error: BaseException) -> None:
         """Let nothing be gathered any more because of an error."""
-        self._engine.lanes.failure.set(error)
+        self._engine.lanes.failure.explain(error)
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing. After a failure, ranks that wait for this one
