@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from gckernels import sync
+from gckernels.sync.communication.collectives import CONSEQUENCES
 from gckernels.sync.frontends.sharded.shard_groups import shard_groups
 from ranks import run_ranks, values_of
 from sharded_models import fsdp_modules, split
@@ -115,7 +116,7 @@ class Fuzz:
         self.first = choose.choice(SPECS)
         self.tested, self.alone = self.model(), self.model()
         self.counts: Counter[str] = Counter()
-        self.log: list[str] = []
+        self.specs, self.log = [self.first], list[str]()
         self.batches = torch.Generator().manual_seed(1000 * seed + self.rank)
         self.given, self.got, self.size = (dict.fromkeys(self.shards(self.tested), 0.0) for _ in range(3))
 
@@ -246,12 +247,20 @@ class Fuzz:
                 part.reshard()
 
     def check(self) -> None:
-        """Everything that was given has been got, when nothing is in residuals."""
+        """Everything that was given has been got, when nothing is in residuals.
+
+        Residuals are in fp32: with values 20 times as large as a gradient, which few methods reach, a step rounds by
+        ``20 * 2**-24`` of it, 1e-6. ``Cast16`` has no residual and rounds what a rank sends to bf16, by at most
+        ``2**-9`` of it. That is ``2**-9`` of what is given and got together: of four gradients that do not depend on
+        each other the mean is half as large as they are.
+        """
+        most = 2.0**-9 if "Cast16" in self.specs else 1e-5
         for name in self.given if self.weights is None else ():
             if isinstance(self.size[name], float):
                 continue
             rest, scale = (self.given[name] - self.got[name]).abs(), self.size[name]
-            assert not rest.numel() or rest.max() <= 2e-4 * scale.max() + 1e-6, f"{name}: {rest.max():.1e} is lost"
+            is_kept = not rest.numel() or rest.max() <= most * scale.max() + 1e-6
+            assert is_kept, f"{name}: {rest.max():.1e} of {scale.max():.1e} is lost after {self.specs}"
         self.counts["checks"] += 1
 
     def train(self) -> Counter[str]:
@@ -263,6 +272,7 @@ class Fuzz:
             if self.choose.random() < 0.15:
                 spec = self.choose.choice(SPECS)
                 handle.change_plan(sync.uniform_plan(self.tested, spec))
+                self.specs.append(spec)
                 self.log.append(spec)
                 self.counts["changes"] += 1
         handle.change_plan(sync.uniform_plan(self.tested, "Identity"))
@@ -338,7 +348,9 @@ def main() -> int:
             counts["trainings"] += 1
         except AssertionError as error:
             wrong += 1
-            print("WRONG:", *re.findall(r"^AssertionError: (seed .*)$", str(error), re.M)[:1] or [error], flush=True)
+            found = re.findall(r"^AssertionError: (seed .*)$", str(error), re.M) or [str(error)]
+            found.sort(key=lambda text: any(words in text for words in CONSEQUENCES))  # the cause is in front
+            print("WRONG:", found[0], flush=True)
     print(f"{time.monotonic() - began:.0f} s, {wrong} wrong:", dict(sorted(counts.items())))
     return int(wrong > 0)
 
