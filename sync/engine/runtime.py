@@ -327,9 +327,10 @@ class Runtime(RuntimeState):
         return self._engine.failures.raised(error, "synchronisation failed before")
 
     def fail(self, error: BaseException) -> None:
-        """Let nothing be submitted any more because of an error: it is the :attr:`problem` from now on."""
+        """Let nothing be submitted any more because of an error: it is the :attr:`problem` from now on, whatever lanes
+        have failed with because of it."""
         if self._engine is not None:
-            self._engine.lanes.failure.set(error)
+            self._engine.lanes.failure.explain(error)
 
     # ---------------------------------------------------------------- figures
 

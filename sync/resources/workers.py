@@ -127,7 +127,7 @@ class LaneFailure:
 
     Attributes:
         error: the error; ``None`` if there is none.
-        tell: called with the first error and the stage that it is of, if that is known. It must not wait.
+        tell: called with the error and the stage that it is of, if that is known. It must not wait.
     """
 
     def __init__(self) -> None:
@@ -139,9 +139,17 @@ class LaneFailure:
         """Keep ``error``, of ``stage`` if that is known, unless there is one already."""
         with self._lock:
             if self.error is None:
-                with suppress(Exception):
-                    self.tell(error, stage)
-                self.error = error
+                self._keep(error, stage)
+
+    def explain(self, error: BaseException) -> None:
+        """Keep ``error`` instead of one there may be already, which has come of it."""
+        with self._lock:
+            self._keep(error, None)
+
+    def _keep(self, error: BaseException, stage: Any) -> None:
+        with suppress(Exception):
+            self.tell(error, stage)
+        self.error = error
 
     def watch(self, stage: Any, call: Callable[[], T]) -> T:
         """The result of ``call``, whose errors are those of ``stage``."""

@@ -197,7 +197,7 @@ class Gathers:
             return FailedBucket(lambda: self._engine.failures.raised(error, "parameters could not be gathered"))
 
         message = buffer.message((index, output.dtype, is_known), make)
-        message.keys = tuple(self._groups[index].parameters())
+        message.keys = tuple(self._groups[index].names)
         self._is_known[index], self._copied[index] = copy is not None, (self._turn, future)
         self._calls += 1
         self._sent_nbytes += message.sent_nbytes
@@ -236,7 +236,7 @@ class Gathers:
 
     def fail(self, error: BaseException) -> None:
         """Let nothing be gathered any more because of an error."""
-        self._engine.lanes.failure.set(error)
+        self._engine.lanes.failure.explain(error)
 
     def close(self) -> None:
         """End the lanes and the process groups; further calls do nothing. After a failure, ranks that wait for this one

@@ -78,3 +78,13 @@ def test_the_first_error_stays(lanes):
     for error in errors:
         failure.set(error)
     assert failure.error is errors[0]
+
+
+def test_an_error_that_explains_others_takes_their_place_and_is_told():
+    failure, told = LaneFailure(), []
+    failure.tell = lambda error, stage: told.append(error)
+    errors = [ValueError("consequence"), ValueError("cause"), ValueError("later")]
+    failure.set(errors[0])
+    failure.explain(errors[1])
+    failure.set(errors[2])
+    assert failure.error is errors[1] and told == errors[:2]

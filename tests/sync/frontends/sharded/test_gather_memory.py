@@ -212,7 +212,7 @@ class Borrower:
 
     def __init__(self) -> None:
         assert dist.group.WORLD is not None
-        self.gathering, self.gathered = dist.group.WORLD, None
+        self.gathering, self.gathered, self.names = dist.group.WORLD, None, ["a"]
 
     def rows(self) -> list[int]:
         return [64]
