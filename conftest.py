@@ -130,7 +130,7 @@ def _poisoning(allocate):
                 elif tensor.dtype == torch.bool:
                     tensor.fill_(True)
                 else:
-                    tensor.view(torch.uint8).fill_(POISON_BYTE)
+                    (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8).fill_(POISON_BYTE)
         return tensor
 
     return allocate_poisoned

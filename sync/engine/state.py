@@ -111,7 +111,6 @@ class RuntimeState:
     def forget(self) -> None:
         """Drop everything that residuals hold, because others will be loaded."""
         self._drop()
-        self._begun = set()
 
     def discard_step(self) -> bool:
         """Let the last step not count. If it has changed residuals, the next step begins with those from before it.
@@ -213,5 +212,6 @@ class RuntimeState:
         self.changed_residuals = False
         if self._copies is not None:
             self._copies.reset()
-        self._begun = set() if self._engine is None else set(job.units)
+        # units that were compressed before keep their residuals, of zeros, and messages that write these
+        self._begun = set() if self._engine is None else self._begun.union(job.units)
         self.step = job.step

@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -431,21 +431,23 @@ def run(seed: int, kind: str | None = None) -> dict[str, int]:
     return values_of(run_ranks(3 if seed % 4 == 3 else 2, fuzzed, seed, kind, timeout_s=600))[0]
 
 
-def main(run: Callable[[int], dict[str, int]] = run) -> int:
+def main(run: Callable[..., dict[str, int]] = run, kinds: Sequence[str] = ()) -> int:
     """Train with many seeds and print what was done; the exit code is 1 if any training was wrong.
 
     Args:
-        run: trains with a seed.
+        run: trains with a seed, and with a kind if there are ``kinds``.
+        kinds: the kinds of trainings.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=("ddp", "module"), help="by default each seed has its own")
+    parser = argparse.ArgumentParser(description=sys.modules[run.__module__].__doc__)
+    if kinds:
+        parser.add_argument("--kind", choices=kinds, help="by default each seed has its own")
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "STOP"))
-    given = parser.parse_args()
+    given = vars(parser.parse_args())
     counts: Counter[str] = Counter()
     wrong, began = 0, time.monotonic()
-    for seed in range(*given.seeds):
+    for seed in range(*given.pop("seeds")):
         try:
-            counts.update(run(seed, given.kind))
+            counts.update(run(seed, **given))
             counts["trainings"] += 1
         except AssertionError as error:
             wrong += 1
@@ -457,4 +459,4 @@ def main(run: Callable[[int], dict[str, int]] = run) -> int:
 if __name__ == "__main__":
     import fuzzed_trainings  # ranks import it by its name
 
-    sys.exit(fuzzed_trainings.main())
+    sys.exit(fuzzed_trainings.main(fuzzed_trainings.run, ("ddp", "module")))

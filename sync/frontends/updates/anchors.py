@@ -117,7 +117,9 @@ class Anchors:
             The anchors from before, by name. Anchors that have stayed the same are missing.
         """
         before = {name: each.detach().clone() for name, each in self.values.items()}
-        broadcast_tensors(group, device, source, [*before.values()], [each.detach() for each in self.values.values()])
+        into = [each.detach() for each in self.values.values()]
+        what = "regroup: the parameters of the last round"
+        broadcast_tensors(group, device, source, [*before.values()], into, what, [*before])
         self.outer.load_state_dict(outer.received(group, device, source))
         return {name: each for name, each in before.items() if not torch.equal(each, self.values[name])}
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...communication.agreement import agreed
+from ...communication.agreement import agreed, named
 from ...communication.collectives import exchange_text
 from ...plans.strides import in_reals
 
@@ -84,7 +84,8 @@ class Lineage:
         own = _Standing(
             self.arrived, _digest(anchors), self._notes[max(self._notes)] if self._notes else "", has_failed
         )
-        texts = exchange_text(group, device, json.dumps(vars(own)))
+        with named(group, "regroup: the comparison of rounds"):
+            texts = exchange_text(group, device, json.dumps(vars(own)))
         standings = [_standing(*each) for each in enumerate(texts)]
         rank = max(range(len(standings)), key=lambda rank: (standings[rank].arrived, -rank))
         agreed("regroup", group, device, lambda: self._checked(standings, rank, dist.get_rank(group)))

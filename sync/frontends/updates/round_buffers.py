@@ -16,8 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...communication.agreement import named
 from ...plans.arguments import plain_name
 from .optimizer_states import check_tensors, copied
+
+_MEAN = "the mean of buffers"
 
 
 @dataclass
@@ -31,6 +34,7 @@ class BufferArrival:
             cannot be averaged, when ``work`` is done.
         ranks: the number of ranks.
         work: the message; ``None`` if it is done.
+        group: the ranks, if there is a message.
     """
 
     names: Sequence[str]
@@ -38,12 +42,15 @@ class BufferArrival:
     vector: torch.Tensor
     ranks: int
     work: Any = field(default=None, repr=False)
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
 
     def wait(self) -> None:
         """Wait until the sum is there."""
         work, self.work = self.work, None
         if work is not None:
-            work.wait()
+            assert self.group is not None
+            with named(self.group, _MEAN, self.names):
+                work.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything, for :class:`BufferArrival`."""
@@ -98,7 +105,8 @@ class RoundBuffers:
         """Take the buffers of a rank of a group. Collective."""
         if self._places:
             vector = self._vector([*self._places], self.values(), [])
-            dist.broadcast(vector, group_src=source, group=group)
+            with named(group, "regroup: the buffers", [*self._places]):
+                dist.broadcast(vector, group_src=source, group=group)
             taken = self._means([*self._places], vector, 1)
             for name, each in self.values().items():
                 each.copy_(taken[name])
@@ -113,8 +121,9 @@ class RoundBuffers:
         flags += [self._truth(name not in values) for name in self._places]
         sent = {name: values[name].clone() for name in self._listed if name in values}
         vector = self._vector(self._listed, sent, flags)
-        work = dist.all_reduce(vector, group=group, async_op=True)
-        return BufferArrival(self._listed, sent, vector, dist.get_world_size(group), work)
+        with named(group, _MEAN, [*self._places]):
+            work = dist.all_reduce(vector, group=group, async_op=True)
+        return BufferArrival(self._listed, sent, vector, dist.get_world_size(group), work, group)
 
     def arrive(self, arrival: BufferArrival, group: dist.ProcessGroup) -> None:
         """Replace the buffers by their means, with what has changed since they were sent. Collective.
@@ -129,7 +138,8 @@ class RoundBuffers:
         values, means = self.values(), self._means(arrival.names, arrival.vector, arrival.ranks)
         if late := [name for name in changed if name not in means]:
             vector = self._vector(late, values, [])
-            dist.all_reduce(vector, group=group)
+            with named(group, _MEAN, late):
+                dist.all_reduce(vector, group=group)
             means |= self._means(late, vector, dist.get_world_size(group))
         for name in changed:
             if name in values:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...communication.agreement import named
+
 _MOST_COPIES = 16
 _SMALL_NBYTES = 2**26
 
@@ -92,6 +94,8 @@ def broadcast_tensors(
     source: int,
     own: Sequence[torch.Tensor],
     into: Sequence[torch.Tensor],
+    what: str,
+    names: Sequence[str] = (),
 ) -> None:
     """Give the tensors of a rank of a group to all others. Collective.
 
@@ -101,11 +105,14 @@ def broadcast_tensors(
         source: the rank.
         own: the tensors of this rank, used on ``source`` alone.
         into: tensors with the same shapes and dtypes, into which they are written.
+        what: the collective, for errors.
+        names: the names of the tensors, for errors, if they have any.
     """
     for number, each in enumerate(into):
         sent = (own[number] if dist.get_rank(group) == source else each).to(device).contiguous()
         if sent.numel():
-            dist.broadcast(sent, group_src=source, group=group)
+            with named(group, what, names[number : number + 1]):
+                dist.broadcast(sent, group_src=source, group=group)
         each.copy_(sent)
 
 
@@ -125,5 +132,5 @@ class SentState:
 
     def received(self, group: dist.ProcessGroup, device: torch.device, source: int) -> Any:
         """The state, with the values of a rank. Collective; the arguments are those of :func:`broadcast_tensors`."""
-        broadcast_tensors(group, device, source, self.own, self.tensors)
+        broadcast_tensors(group, device, source, self.own, self.tensors, "regroup: the state of the outer optimizer")
         return self.state

@@ -22,9 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...communication.agreement import named
 from .site_parameters import values_of
 
 _SUMS, _SAMPLE, _MEMORY = 16, 2**14, 0.9
+_MEASURING = "the mean of the sums for factors of steps"
 _DECOUPLED = (torch.optim.Adafactor, torch.optim.Muon)
 """Optimizers whose weight decay is decoupled, although their parameter groups do not say so."""
 
@@ -67,6 +69,7 @@ class StepScales:
             parameters: the parameters, by name.
             values: the values that this rank has of them.
         """
+        self._begins = {}  # a step that has failed may have left some
         if not self._norms or all(each is not optimizer for each in self._optimizers):
             return
         decoupled = isinstance(optimizer, _DECOUPLED)
@@ -101,7 +104,8 @@ class StepScales:
             values: the parameters, whose names and shapes are the same on all ranks.
         """
         sums = self._sums(gradients, values).nan_to_num_(0.0, 0.0, 0.0)
-        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        with named(self._group, _MEASURING):
+            work = dist.all_reduce(sums, group=self._group, async_op=True)
         self._measured = sums, [*values], work
 
     def end_measuring(self) -> None:
@@ -109,7 +113,8 @@ class StepScales:
         if self._measured is None:
             return
         (sums, names, work), self._measured = self._measured, None
-        work.wait()
+        with named(self._group, _MEASURING):
+            work.wait()
         sums /= self._ranks
         each = torch.stack((sums[:, _SUMS], sums[:, :_SUMS].square().sum(1)), 1).double().cpu().tolist()
         for name, (own, mean) in zip(names, each, strict=True):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...communication.agreement import agreed
+from ...communication.agreement import agreed, named
 from ...communication.collectives import broadcast_text, on_any_rank
 from ...communication.groups import new_group_of
 from ...engine.runtime import Runtime
@@ -138,7 +138,8 @@ class UpdatesFrontend(UpdatesState):
         newest = self._lineage.newest(group, self.device, self._anchors.values.values(), self._has_failed)
         scales = None if self._scales is None else self._scales.state_dict()
         own_entries = {"plan": self.plan.to_json(), "step": before.next_step, "begun": self._begun, "scales": scales}
-        text = broadcast_text(group, self.device, newest.rank, json.dumps(own_entries | {"outer": outer}))
+        with named(group, "regroup: the plan of the rank with the newest parameters"):
+            text = broadcast_text(group, self.device, newest.rank, json.dumps(own_entries | {"outer": outer}))
 
         def check() -> tuple[tuple[Plan, _Shared], list[str]]:
             shared = _Shared.read(text)
@@ -303,7 +304,8 @@ class UpdatesFrontend(UpdatesState):
             is_there = name in values
             differs = is_there and not torch.equal(self._anchors.begin(name, values[name]), values[name])
             flags += [differs, is_there and parameters[name].grad is not None]
-        flags = on_any_rank(self.group, self.device, *flags)
+        with named(self.group, "the comparison of frozen parameters", candidates):
+            flags = on_any_rank(self.group, self.device, *flags)
         pairs = zip(candidates, flags[::2], flags[1::2], strict=True)
         sent, moving = {}, {*trained}
         for name, differs, has_gradient in pairs:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from ...communication.agreement import named
 from ...plans.arguments import plain_name
 from ...plans.plan import Plan
 from ..frontend import UPDATES, ModelFrontend
@@ -41,7 +42,8 @@ class UpdatesState(ModelFrontend):
         values = {name: values_of(each) for name, each in own_parameters(model, left_out).items()}
         buffers = [each.detach() for name, each in model.named_buffers() if plain_name(name) not in left_out]
         states = [*values.values(), *buffers]
-        dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
+        with named(self.group, "average_updates: the broadcast of parameters", [*values]):
+            dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
         self._anchors = Anchors(values, request.outer, request.anchor_device)
         self._steps = OptimizerSteps(
             request.optimizers, request.scalers, self._members, self._before_step, self._after_step

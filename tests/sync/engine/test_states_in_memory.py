@@ -100,6 +100,23 @@ def test_states_stay_as_they_are():
     values_of(run_ranks(2, kept))
 
 
+def early() -> None:
+    """The messages of units that have been compressed since the state was taken are still there when it is loaded."""
+    for kind, settings in (("bare", {}), ("DDP", {}), ("updates", {})):
+        training = Training(kind, settings)
+        states = training.state()
+        training.train(0, 3)
+        for steps in (0, 2):
+            training.load(states)
+            training.train(0, steps)
+            training.load(training.state())
+        training.handle.close()
+
+
+def test_states_from_before_anything_was_compressed():
+    values_of(run_ranks(2, early))
+
+
 def replaced() -> None:
     """Whatever replaces the state or the plan ends what is on its way first."""
     for settings in ({"every": 2, "delay": 2}, {"every": 4, "delay": 2, "fragments": 2, "outer": NESTEROV}):

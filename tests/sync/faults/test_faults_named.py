@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -17,6 +18,12 @@ from gckernels import sync
 from gckernels.batch import Bound
 from gckernels.sync.communication import reports
 from gckernels.sync.communication.reports import Word, described
+from gckernels.sync.frontends.updates import updates_frontend, updates_state
+from gckernels.sync.frontends.updates.anchors import Anchors
+from gckernels.sync.frontends.updates.lineage import Lineage
+from gckernels.sync.frontends.updates.round_buffers import RoundBuffers
+from gckernels.sync.frontends.updates.sent_states import SentState
+from gckernels.sync.frontends.updates.step_scales import StepScales
 from leftovers import lanes
 from models import build
 from ranks import run_ranks
@@ -138,6 +145,51 @@ def test_the_error_of_a_rank_is_told_to_the_others(front):
     assert errors[FAULTY].endswith(": ArithmeticError: the codec is broken")
     for rank in (0, 2):
         assert f"rank 1 has failed in step {AT}: ArithmeticError: the codec is broken" in errors[rank], errors[rank]
+
+
+# -------------------------------------------------------------------- collectives of updates that belong to no message
+
+_BESIDE = {
+    "average_updates: the broadcast of parameters": (updates_state, "Members"),
+    "the mean of the sums for factors of steps": (StepScales, "measure"),
+    "the mean of buffers": (RoundBuffers, "send"),
+    "the comparison of frozen parameters": (updates_frontend, "on_any_rank"),
+    "regroup: the comparison of rounds": (Lineage, "newest"),
+    "regroup: the plan of the rank with the newest parameters": (updates_frontend, "broadcast_text"),
+    "regroup: the parameters of the last round": (Anchors, "receive"),
+    "regroup: the state of the outer optimizer": (SentState, "received"),
+    "regroup: the buffers": (RoundBuffers, "receive"),
+}
+"""What the faulty rank does not do any more, by the collective in which others wait for it then."""
+
+
+def error_beside_messages(what: str) -> str:
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(module.parameters())
+    outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)
+
+    def train() -> None:
+        attachment = sync.average_updates(module, optimizer, every=2, plan="EFSignSGD", outer=outer, scale_steps=True)
+        for step in range(4):
+            if step == 3:
+                module[0].requires_grad_(False)
+            module(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        attachment.regroup(range(dist.get_world_size()))
+
+    if dist.get_rank() == FAULTY:
+        setattr(*_BESIDE[what], lambda *_: os._exit(0))
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", _BESIDE)
+def test_a_rank_that_is_missing_beside_messages_is_named(what):
+    outcomes = run_ranks(2, error_beside_messages, what, timeout_s=TIMEOUT_S, fresh=True, exits=False)
+    error = outcomes[0].value or str(outcomes[0])
+    assert error.startswith(f"gckernels: {what} failed: rank 1 has not sent its part of "), error
 
 
 # -------------------------------------------------------------------- no store, no word

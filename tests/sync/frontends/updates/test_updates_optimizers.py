@@ -49,7 +49,8 @@ def both() -> None:
         model = build("Mlp")
         other = copy.deepcopy(model)
         mine, plain = split(model), split(other)
-        attachment = sync.average_updates(model, mine, "Identity", every=every)
+        # plain local SGD has no factors of steps
+        attachment = sync.average_updates(model, mine, "Identity", every=every, scale_steps=False)
         anchors = [each.detach().clone() for each in other.parameters()]
         for step in range(6):
             gradients(model, step)
