@@ -75,8 +75,11 @@ class Claim:
 
 
 def averaged_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that a DDP model averages, by their plain names in the wrapped module: those of its attachment,
-    which may have been frozen since, without others thawed since; or else those that are not frozen."""
+    """The parameters that a DDP model averages, by their plain names in the wrapped module.
+
+    They are those of its attachment, which may have been frozen since, without others thawed since; or else all that
+    are not frozen.
+    """
     ignored, named = ddp_model.parameters_to_ignore, ddp_model.module.named_parameters()
     for claim in list(_claims):
         if claim.has(ddp_model):

@@ -164,7 +164,7 @@ class Fuzz:
     # ---------------------------------------------------------------- steps
 
     def draw(self) -> list[dict[str, Any]]:
-        """What the microbatches of a step do, the same for both models."""
+        """The microbatches of a step, the same for both models."""
         choose = self.choose
         flags = choose.choice(["", "", "", "last", "sync", "last sync", "all"])
         micros = []
@@ -272,7 +272,7 @@ class Fuzz:
 
         Residuals are in fp32: with values 20 times as large as a gradient, which few methods reach, a step rounds by
         ``20 * 2**-24`` of it, 1e-6. ``Cast16`` has no residual and rounds what a rank sends to bf16, by at most
-        ``2**-9`` of it. That is ``2**-9`` of what is given and got together: of four gradients that do not depend on
+        ``2**-9`` of it. So it is ``2**-9`` of what is given and got together: of four gradients that do not depend on
         each other the mean is half as large as they are.
         """
         most = 2.0**-9 if "Cast16" in self.specs else 1e-5

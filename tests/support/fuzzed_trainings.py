@@ -111,7 +111,7 @@ class Fuzz:
         self.got, self.size = copy.deepcopy(self.given), copy.deepcopy(self.given)
         self.lost: set[str] = set()  # parameters whose residuals a change of the plan may drop
         self.has_failed = False
-        self.handle: Any = None  # of the present step
+        self.handle: Any = None  # the attachment of the present step
         self.stays_plain = True  # the second backward of a step has a plan that compresses nothing
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
@@ -249,7 +249,7 @@ class Fuzz:
             self.lost |= {name for name in self.given if name.startswith("frozen")}
         context = self.choose.random()
         data = [self.inputs() for _ in range(3)]
-        if pattern == "by hand":  # of a parameter that no rank uses each keeps its own
+        if pattern == "by hand":  # each rank keeps its own gradient of a parameter that no rank uses
             data[0] = data[0][0], self.rank == 0
         self.log.append(f"{pattern} {policy_of(handle)} {'changing' if handle.is_changing else ''}")
         self.counts[pattern] += 1

@@ -49,11 +49,11 @@ class Net(nn.Module):
         return (hidden if self.expert is None else self.expert(hidden)).square().mean()
 
     def own(self) -> list[torch.Tensor]:
-        """What each rank has alone."""
+        """The parameters that each rank has alone."""
         return [] if self.expert is None else list(self.expert.parameters())
 
     def shared(self) -> list[torch.Tensor]:
-        """What is the same on all ranks behind a round."""
+        """The parameters and buffers that are the same on all ranks behind a round."""
         own = {id(each) for each in self.own()}
         named = [each for each in self.parameters() if id(each) not in own and each.numel()]
         return [*named, self.norm.running_mean, self.norm.running_var]

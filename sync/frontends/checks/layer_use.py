@@ -43,7 +43,7 @@ class LayerUse:
 
     def synchronised(self) -> None:
         """Expect an optimizer to use the gradients, which a backward has just synchronised with residuals."""
-        if self._in_step:  # of an optimizer that calls backward itself
+        if self._in_step:  # the optimizer calls backward itself
             return
         found = {name: parameter.grad for name, each in self._parameters.items() if (parameter := each()) is not None}
         if self._has_stepped and not self._has_warned:

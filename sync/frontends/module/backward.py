@@ -65,12 +65,12 @@ class Backward:
         self._unused: set[str] = set()  # parameters of the active buckets without a gradient in this step
         self._accumulated: set[str] = set()  # parameters with gradients from passes that only accumulated
         self._thawed: frozenset[str] = frozenset()  # parameters that were trained in these
-        self._kept: frozenset[str] = frozenset()  # those of them that are frozen, and are averaged in this step
+        self._kept: frozenset[str] = frozenset()  # frozen ones of them, which are averaged in this step
         self._task = NO_TASK  # the last of these passes
         self._passes = Passes(weakly(self._end_pass))
-        self._collected: list[Slot] = []  # of the active buckets, which hold this rank's part of the mean
-        self._failure = ""  # what nothing can be averaged after
-        self._refused = ""  # what the last backward was refused for; the next one may go on
+        self._collected: list[Slot] = []  # slots of active buckets, which hold this rank's part of the mean
+        self._failure = ""  # the reason why nothing can be averaged any more
+        self._refused = ""  # the reason why the last backward was refused; the next one may go on
         self._has_begun = False
         self._lay_out()
 
@@ -108,7 +108,7 @@ class Backward:
         if (problem := self.runtime.problem) is not None:
             raise problem
         if self._passes.see():
-            self._fail(_FAILED.format(listed(self._came)))
+            self._fail(_FAILED.format(listed(self._arrived)))
         if not self._active:
             self._begin()
         bucket, slot = self._slots.get(name, (None, None))
@@ -130,7 +130,7 @@ class Backward:
         """
         if not (self._active or self._failure or self._refused) or torch._C._current_graph_task_id() != NO_TASK:
             return
-        names = self._came if self._active else self._members.references
+        names = self._arrived if self._active else self._members.references
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         local = [self._members.references[name]() for name in names]
         if any(id(parameter) in stepped and parameter.grad is not None for parameter in local if parameter is not None):
@@ -191,8 +191,8 @@ class Backward:
             self._parameters_of = {unit.key: unit.parameters for unit in units}
 
     def _frozen_since(self, trained: frozenset[str]) -> frozenset[str]:
-        """The parameters that were trained in passes that only accumulated, and are frozen now. Those of which no rank
-        has a gradient are among them only if ranks can ask each other."""
+        """The parameters that were trained in passes that only accumulated, and are frozen now. Parameters of which no
+        rank has a gradient are among them only if ranks can ask each other."""
         if self._thawed <= trained:
             return frozenset()
         known = self._members.registered()
@@ -230,10 +230,10 @@ class Backward:
 
     @torch.no_grad()
     def _end_pass(self) -> None:
-        """End the step, unless gradients are still to come in another backward. What parameters without a gradient in
-        this backward have is averaged, too, but if no rank has used a parameter, it stays as it was."""
+        """End the step, unless gradients are still to come in another backward. Gradients that are there of
+        parameters unused in this backward are averaged, too, but one that no rank has used stays as it was."""
         if self._passes.have_failed:
-            self._fail(_FAILED.format(listed(self._came)))
+            self._fail(_FAILED.format(listed(self._arrived)))
         missing = {name for bucket in self._active for name in bucket.waiting}
         if not self._active or not (self._find_unused or missing <= self._kept):
             return
@@ -273,7 +273,7 @@ class Backward:
         wait_for(futures)
 
     @property
-    def _came(self) -> set[str]:
+    def _arrived(self) -> set[str]:
         """The parameters whose gradients have come in this step."""
         return {name for bucket in self._active for name in bucket.expected - bucket.waiting}
 
@@ -293,9 +293,9 @@ class Backward:
             self._fail(f"{refused}; then {_AGAIN}, as gradients of this step have been sent")
         for slot in self._collected:
             slot.scale(1 / self.runtime.share, self.runtime.is_exact)
-        came = self._came.union(names)
-        self._accumulated |= came
-        self._thawed |= came
+        arrived = self._arrived.union(names)
+        self._accumulated |= arrived
+        self._thawed |= arrived
         self._refused = refused
         self._abandon()
         raise RuntimeError(refused)
@@ -346,8 +346,8 @@ class Backward:
         return used if all(used) else [bool(flag) for flag in everywhere.tolist()]
 
 
-def _unfinished(came: Collection[str], missing: Collection[str]) -> str:
+def _unfinished(arrived: Collection[str], missing: Collection[str]) -> str:
     return (
-        f"gckernels: an optimizer would use gradients that are not averaged yet ({listed(came)}), because none came "
+        f"gckernels: an optimizer would use gradients that are not averaged yet ({listed(arrived)}), because none came "
         f"for {listed(missing)}; pass find_unused_parameters=True if parameters can be unused"
     )

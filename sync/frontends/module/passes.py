@@ -31,7 +31,7 @@ class Passes:
     def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
         self._seen: set[int] = set()  # the graph tasks in which gradients have come
-        self._ends: dict[int, Callable[[], _End | None]] = {}  # what is still to be called, by task; kept by that
+        self._ends: dict[int, Callable[[], _End | None]] = {}  # still to be called, by task, which keeps them
 
     @property
     def have_failed(self) -> bool:
@@ -66,8 +66,8 @@ class Passes:
         self._ends |= failed
         self._ended()
 
-    def _come(self, end: _End) -> None:
-        """Note that the task around the one that has ended goes on."""
+    def _go_on(self, end: _End) -> None:
+        """Note that the task around an ended one goes on."""
         if not self._waits_for(end):
             return
         del self._ends[end.task]
@@ -80,7 +80,7 @@ class Passes:
 
 
 class _End:
-    """What is called at the end of a graph task. It lives as long as that, unless it has been called.
+    """A function that is called at the end of a graph task. It lives as long as that, unless it has been called.
 
     Args:
         passes: the passes.
@@ -98,15 +98,15 @@ class _End:
     def wait_behind(self, node: Any) -> None:
         """Be called when the task around this one comes to one of the nodes behind ``node``, which it runs now."""
         nodes = [each for each, _ in node.next_functions if each is not None]
-        self._handles = [each.register_prehook(self._come) for each in nodes]
+        self._handles = [each.register_prehook(self._go_on) for each in nodes]
 
-    def _come(self, *_: object) -> None:
+    def _go_on(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
         if (passes := self._passes()) is not None:
-            passes._come(self)
+            passes._go_on(self)
 
 
 def _gone() -> None:
-    """What a reference to an end returns that is gone."""
+    """A reference to an end that is gone."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other before FSDP reduces a group of gradients, on the host.
+"""Announcements of ranks to each other before FSDP reduces a group of gradients, on the host.
 
 FSDP reduces the gradients of a group that are there, and takes for granted that they are there on all ranks. Otherwise
 ranks reduce different things, or some reduce and others do not, and all of them wait.
@@ -34,7 +34,7 @@ class Announcements:
         (self._group,) = make_groups(group, host, [Wanted(ranks, "announcements", dist.Backend.GLOO, timeout)])
         self._ranks, self._groups = len(ranks), groups
         self._row_nbytes = _HEAD_NBYTES + max((len(each.names) for each in groups), default=0)
-        self._said = 0
+        self._last = 0
         self._waiting: deque[tuple[int, dist.Work, torch.Tensor, torch.Tensor]] = deque()
 
     def say(self, index: int, used: Sequence[bool]) -> int:
@@ -52,14 +52,14 @@ class Announcements:
         received = torch.empty(self._ranks, self._row_nbytes, dtype=torch.uint8, device="cpu")
         work = dist.all_to_all_single(received.view(-1), sent, group=self._group, async_op=True)
         assert work is not None
-        self._said += 1
-        self._waiting.append((self._said, work, received, sent))
-        return self._said
+        self._last += 1
+        self._waiting.append((self._last, work, received, sent))
+        return self._last
 
     @property
-    def said(self) -> int:
+    def last(self) -> int:
         """The number of the last announcement."""
-        return self._said
+        return self._last
 
     def check(self, number: int) -> None:
         """Wait until all ranks have announced everything up to an announcement.

@@ -61,7 +61,7 @@ class GatherBuffer(RowBuffer):
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__(numel, device)
         self.forget()
-        self.future: Future[Outcome] | None = None  # of the last gather
+        self.future: Future[Outcome] | None = None  # the last gather's
         self._borrower: ShardGroup | None = None
         self._filled: torch.cuda.Stream | None = None  # where the shards of this rank were copied into it
         self._read: torch.cuda.Stream | None = None  # where the parameters were copied out of it

@@ -62,9 +62,11 @@ class ShardBuffer(RowBuffer):
         return super().rows(numel, dtype)
 
     def filled(self, vector: torch.Tensor) -> AbstractContextManager[object]:
-        """A context of the stream in which a vector was filled with gradients, for what waits for them: that in which
-        FSDP copied them into this memory, and the current one for memory of its own. FSDP's own stream, in which it
-        asks for the reduction, waits for earlier results as well."""
+        """A context of the stream in which a vector was filled with gradients, for what waits for them.
+
+        It is the stream in which FSDP copied them into this memory, and the current one for memory of its own. FSDP's
+        own stream, in which it asks for the reduction, waits for earlier results as well.
+        """
         divides = torch.float16 in self._memory  # FSDP divides such gradients in its own stream
         is_here = self._filled is None or divides or not self.holds(vector)
         return contextlib.nullcontext() if is_here else torch.cuda.stream(self._filled)

@@ -130,7 +130,7 @@ class ShardGroup:
 
     @property
     def gathered(self) -> torch.Tensor | None:
-        """What FSDP has gathered of the parameters, or is gathering, until it copies that out or gives it up."""
+        """The parameters that FSDP has gathered, or is gathering, until it copies them out or gives them up."""
         result = None if (group := self._group()) is None else group._all_gather_result
         return None if result is None else result.all_gather_output
 

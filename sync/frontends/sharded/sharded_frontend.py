@@ -221,7 +221,7 @@ class ShardedFrontend(ModelFrontend):
     @property
     def _announced(self) -> int:
         """The number of the last announcement."""
-        return 0 if self._announcements is None else self._announcements.said
+        return 0 if self._announcements is None else self._announcements.last
 
     def _fail(self, error: RuntimeError) -> None:
         """Let nothing be sent any more, and nothing be awaited that ranks will not send."""

@@ -23,7 +23,7 @@ class OptimizerSteps:
 
     Args:
         optimizers: all that step parameters of the model. Nothing else of them is changed.
-        scalers: those that call their steps. Their methods ``step`` are wrapped.
+        scalers: the scalers that call their steps. Their methods ``step`` are wrapped.
         members: the parameters of the model, which no other optimizer may step.
         before: called before each step of an optimizer, with its number.
         after: called after each one, also after one that a scaler has skipped, with its number and whether a step of
@@ -45,7 +45,7 @@ class OptimizerSteps:
         self._before, self._after, self._members = weakly(before), weakly(after), members
         self._optimizers = [weakref.ref(each) for each in optimizers]  # which have the hooks
         self._names = [type(each).__name__ for each in optimizers]
-        self._numbers = [0] * len(optimizers)  # of steps that were not skipped
+        self._numbers = [0] * len(optimizers)  # how many steps were not skipped
         self._scalers, self._counting = scalers, list[CountedSteps]()
         self._handles: list[Any] = []
 

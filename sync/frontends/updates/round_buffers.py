@@ -1,7 +1,7 @@
 """The mean of the buffers that rounds change differently on each rank, such as the running statistics of batch norm.
 
 They are the floating-point buffers that are saved with a model. Ranks send those that were changed in the last round on
-any of them, and a flag for each one that says whether it was changed in this one. What has been changed for the first
+any of them, and a flag for each one that says whether it was changed in this one. A buffer that was changed for the first
 time is sent a second time, when the flags are there. So constants are never sent, and nothing waits that the round does
 not wait for.
 """
@@ -28,7 +28,7 @@ class BufferArrival:
     """Buffers on their way.
 
     Attributes:
-        names: those that have been sent.
+        names: the buffers that have been sent.
         sent: their values then, by name.
         vector: their sum over the ranks, and then the number of ranks on which each buffer was changed, and on which it
             cannot be averaged, when ``work`` is done.
@@ -87,7 +87,7 @@ class RoundBuffers:
         self.begin()
 
     def values(self) -> dict[str, torch.Tensor]:
-        """The buffers, by name. Those that are gone, or have got another shape or dtype, are missing."""
+        """The buffers, by name. A buffer that is gone, or has got another shape or dtype, is missing."""
         found = {}
         for name, (reference, key) in self._places.items():
             module = reference()
@@ -222,4 +222,4 @@ class RoundBuffers:
 
     def _like(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Tensors without memory that have the shapes of some buffers."""
-        return {name: torch.empty(self._forms[name][0], device="meta") for name in names}
+        return {name: torch.empty(self._forms[name][0], dtype=torch.float32, device="meta") for name in names}

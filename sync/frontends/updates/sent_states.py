@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...communication.agreement import named
 
-_MOST_COPIES = 16
+_COPIES_LIMIT = 16
 _SMALL_NBYTES = 2**26
 
 
@@ -56,7 +56,7 @@ def read(what: str, text: str, nbytes: int) -> tuple[Any, list[torch.Tensor]]:
     Raises:
         ValueError: the text is none of a state, or its tensors have too many bytes.
     """
-    tensors, left = list[torch.Tensor](), [_MOST_COPIES * nbytes + _SMALL_NBYTES]
+    tensors, left = list[torch.Tensor](), [_COPIES_LIMIT * nbytes + _SMALL_NBYTES]
 
     def value(entry: Any) -> Any:
         match entry:

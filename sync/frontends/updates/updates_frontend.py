@@ -338,7 +338,7 @@ class UpdatesFrontend(UpdatesState):
 
 @dataclass(frozen=True)
 class _Shared:
-    """What ranks that come together take from the one with the newest anchors.
+    """The state that ranks that come together take from the one with the newest anchors.
 
     Attributes:
         plan: its plan, as JSON.
@@ -356,7 +356,7 @@ class _Shared:
 
     @classmethod
     def read(cls, text: str) -> _Shared:
-        """What a rank has sent.
+        """The state that a rank has sent.
 
         Raises:
             ValueError: it is something else.

@@ -55,7 +55,7 @@ class UpdatesState(ModelFrontend):
         self._lineage = Lineage()
         self._scales: StepScales | None = None
         self._has_loaded = False
-        self._moved = {*values}  # what was trained since the last mean, or may differ from its anchor otherwise
+        self._moved = {*values}  # parameters trained since the last mean, or that may differ from anchors otherwise
 
     def _before_step(self, number: int) -> None:
         """Called before each step of an optimizer, with its number."""
@@ -115,7 +115,7 @@ class UpdatesState(ModelFrontend):
             differ = saved["taken"] or stepped or saved.get("arriving") is not None or not may_be_less
             check_tensors("parameters", given, parameters if differ else {name: parameters[name] for name in given})
         each = [{**found[rank]} for rank in sorted(found)]
-        for saved in each:  # those that are as their anchors are not in it
+        for saved in each:  # parameters that are as their anchors are not in it
             saved["parameters"] = {name: saved["anchors"][name] for name in parameters} | saved["parameters"]
         if len({(saved["begun"], saved["taken"], *saved["stepped"]) for saved in each}) > 1:
             raise ValueError("states: the ranks are not at the same step of a round")

@@ -71,7 +71,7 @@ def own() -> None:
 
 
 def tied() -> None:
-    """What has a name that is not left out is averaged."""
+    """A parameter that has a name which is not left out is averaged."""
     model = Experts()
     model.gate.weight = nn.Parameter(torch.randn(40, 8))
     model.again = nn.Linear(8, 40)

@@ -1,4 +1,4 @@
-"""What residuals hold of a layer's gradients does not count if the training throws these away before the step."""
+"""Residuals of a layer's gradients do not count if the training throws these away before the step."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def all_cancelled(front: str, cases: list[tuple[str, str, str, str]]) -> list[st
 @pytest.mark.parametrize(
     "cases",
     [
-        [(*CASES[0], *way) for way in WAYS],
-        pytest.param([(*case, *way) for case in CASES[1:] for way in WAYS], marks=pytest.mark.slow),
+        [(*CASES[0], *how) for how in WAYS],
+        pytest.param([(*case, *how) for case in CASES[1:] for how in WAYS], marks=pytest.mark.slow),
     ],
     ids=["signs", "others"],
 )

@@ -160,7 +160,7 @@ _BESIDE = {
     "regroup: the state of the outer optimizer": (SentState, "received"),
     "regroup: the buffers": (RoundBuffers, "receive"),
 }
-"""What the faulty rank does not do any more, by the collective in which others wait for it then."""
+"""The part that the faulty rank does not do any more, by the collective in which others wait for it then."""
 
 
 def error_beside_messages(what: str) -> str:

@@ -1,4 +1,4 @@
-"""Lanes after a failure: nothing runs any more, and the first error is told."""
+"""Lanes after a failure: nothing runs any more, and the first error is heard."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def test_the_first_error_stays(lanes):
 
 
 def test_an_error_that_explains_others_takes_their_place_and_is_told():
-    failure, told = LaneFailure(), []
-    failure.tell = lambda error, stage: told.append(error)
+    failure, heard = LaneFailure(), []
+    failure.tell = lambda error, stage: heard.append(error)
     errors = [ValueError("consequence"), ValueError("cause"), ValueError("later")]
     failure.set(errors[0])
     failure.explain(errors[1])
     failure.set(errors[2])
-    assert failure.error is errors[1] and told == errors[:2]
+    assert failure.error is errors[1] and heard == errors[:2]

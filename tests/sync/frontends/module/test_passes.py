@@ -190,16 +190,16 @@ def refused(finds: bool, launches: bool) -> None:
         with pytest.raises(RuntimeError, match=r"which is frozen.* close\(\) the attachment and attach again"):
             module(batch(1), []).backward()
         return attachment.close()
-    came = [name for name, each in module.named_parameters() if each.grad is not None]
+    arrived = [name for name, each in module.named_parameters() if each.grad is not None]
     module(batch(1), []).backward()
     for number in range(2):
         before = {name: each.grad for name, each in alone.named_parameters()}
         alone.zero_grad()
         alone(batch(number), []).backward()
         for name, each in alone.named_parameters():
-            if each.grad is not None and before[name] is not None and name in came:
+            if each.grad is not None and before[name] is not None and name in arrived:
                 each.grad += before[name]
-    assert len(came) == 4
+    assert len(arrived) == 4
     for mine, other in zip(module.parameters(), alone.parameters(), strict=True):
         if other.grad is not None:
             torch.testing.assert_close(mine.grad, summed(other.grad) / dist.get_world_size())
@@ -237,7 +237,7 @@ def test_an_optimizer_does_not_use_gradients_that_are_not_averaged_yet():
 
 
 def frozen_between(finds: bool, zeroes: bool) -> None:
-    """Freeze a layer between a micro-batch that only accumulates and the one that is synchronised. The gradients are
+    """Freeze a layer between a micro-batch that only accumulates and a synchronised one. The gradients are
     the means of those that ranks have alone."""
     module = Blocks(0)
     other = copy.deepcopy(module)

@@ -1,5 +1,7 @@
-"""Memory of gathers is given to other parameters only when FSDP has no more use for what was gathered into it, however
-it was asked to gather: ahead, in vain, in any order, for one of several roots, from some of the ranks."""
+"""Memory of gathers is given to other parameters only when FSDP has no more use for what was gathered into it.
+
+FSDP is asked to gather ahead, in vain, in any order, for one of several roots, and from some of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ def _sharded(prefetched: int, **options: Any) -> Any:
 
 
 def trained(use: Use, spec: str | None, prefetched: int, steps: int = 3, **options: Any) -> list[torch.Tensor]:
-    """What steps show, and the parameters behind them."""
+    """Figures of steps, and the parameters behind them."""
     net = _sharded(prefetched, **options.pop("sharding", {}))
     attachment = None if spec is None else sync.attach(net, spec, **options)
     generator, found = torch.Generator().manual_seed(dist.get_rank()), []
@@ -219,7 +221,7 @@ class Borrower:
 
 
 def lent() -> dict[str, bool]:
-    """What holds of memory while FSDP keeps it, while a gather into it is on its way, and afterwards."""
+    """The use of memory while FSDP keeps it, while a gather into it is on its way, and afterwards."""
     groups: Any = [Borrower(), Borrower()]
     gathers = Gathers(groups[0].gathering, torch.device("cpu"), groups)
     gathers.encode([[GatheredParameter("a", 0, 64, BlockQuant())]] * 2)

@@ -1,4 +1,4 @@
-"""What FSDP ignores, what it sends in a dtype that no compressor takes, and errors inside its average."""
+"""Parameters that FSDP ignores or sends in a dtype that no compressor takes, and errors inside its average."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _trained(model: Any, spec: Any, **options: Any) -> tuple[str, float, list[st
 
 
 def ignoring(form: str) -> list[Any]:
-    """What a plan for a model with an ignored parameter has, what attach warns of, and the bytes that are sent."""
+    """The plan for a model with an ignored parameter, the warnings of attach, and the bytes that are sent."""
     model = _model(form, ignores=True)
     plan = sync.uniform_plan(model, "BlockQuant")
     attachment = sync.attach(model, plan)

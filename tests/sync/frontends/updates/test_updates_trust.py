@@ -1,4 +1,4 @@
-"""What other ranks send is read as JSON and tensors, and damage raises the same error on all ranks."""
+"""States of other ranks are read as JSON and tensors, and damage raises the same error on all ranks."""
 
 from __future__ import annotations
 
