@@ -1,9 +1,9 @@
 """The mean of the buffers that rounds change differently on each rank, such as the running statistics of batch norm.
 
 They are the floating-point buffers that are saved with a model. Ranks send those that were changed in the last round on
-any of them, and a flag for each one that says whether it was changed in this one. A buffer that was changed for the first
-time is sent a second time, when the flags are there. So constants are never sent, and nothing waits that the round does
-not wait for.
+any of them, and a flag for each one that says whether it was changed in this one. A buffer that was changed for the
+first time is sent a second time, when the flags are there. So constants are never sent, and nothing waits that the
+round does not wait for.
 """
 
 from __future__ import annotations
