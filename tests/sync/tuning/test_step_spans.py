@@ -81,7 +81,7 @@ def busy_between(front: str) -> tuple[float, float]:
     the other rank does not have."""
     module = build("Mlp")
     model, handle = tuned_handle(front, module, predict=False)
-    for step in range(160):
+    for step in range(220):
         if handle.decisions:
             break
         module.zero_grad()
