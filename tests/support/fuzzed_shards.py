@@ -9,12 +9,9 @@ trainings, with a count of them at the end::
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
-import re
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -26,8 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from fuzzed_trainings import main
 from gckernels import sync
-from gckernels.sync.communication.collectives import CONSEQUENCES
 from gckernels.sync.frontends.sharded.shard_groups import shard_groups
 from ranks import run_ranks, values_of
 from sharded_models import fsdp_modules, split
@@ -307,12 +304,19 @@ class Fuzz:
 
     def whole_step(self) -> None:
         """A step that uses everything, so that all parameters get what residuals hold."""
+        self._use_all(False)
+        self.go_on()
+
+    def step_alone(self) -> None:
+        """After the end, gradients are those of FSDP alone."""
+        self._use_all(True)
+
+    def _use_all(self, is_exact: bool) -> None:
         given = {"flags": "", "between": "", "ahead": [], "joins": True, "last": True}
         given["uses"], given["inputs"] = self._whole_uses(), torch.randn(4, WIDTH, generator=self.batches)
         for model in (self.alone, self.tested):
             self.run(model, given)
-        self.compare(False)
-        self.go_on()
+        self.compare(is_exact)
 
     def _whole_uses(self) -> list[Use]:
         uses = [Use(random.Random(0), self.blocks) for _ in range(self.roots)]
@@ -320,14 +324,6 @@ class Fuzz:
             use.order, use.uses_all = list(range(self.blocks)), True
             use.probes = use.probe_counts = True
         return uses
-
-    def step_alone(self) -> None:
-        """After the end, gradients are those of FSDP alone."""
-        given = {"flags": "", "between": "", "ahead": [], "joins": True, "last": True}
-        given["uses"], given["inputs"] = self._whole_uses(), torch.randn(4, WIDTH, generator=self.batches)
-        for model in (self.alone, self.tested):
-            self.run(model, given)
-        self.compare(True)
 
 
 @contextlib.contextmanager
@@ -359,27 +355,7 @@ def run(seed: int) -> dict[str, int]:
     return values_of(run_ranks(4 if seed % 3 == 2 else 2, fuzzed, seed))[0]
 
 
-def main() -> int:
-    """Train with many seeds and print what was done; the exit code is 1 if any training was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "STOP"))
-    given = parser.parse_args()
-    counts: Counter[str] = Counter()
-    wrong, began = 0, time.monotonic()
-    for seed in range(*given.seeds):
-        try:
-            counts.update(run(seed))
-            counts["trainings"] += 1
-        except AssertionError as error:
-            wrong += 1
-            found = re.findall(r"^AssertionError: (seed .*)$", str(error), re.M) or [str(error)]
-            found.sort(key=lambda text: any(words in text for words in CONSEQUENCES))  # the cause is in front
-            print("WRONG:", found[0], flush=True)
-    print(f"{time.monotonic() - began:.0f} s, {wrong} wrong:", dict(sorted(counts.items())))
-    return int(wrong > 0)
-
-
 if __name__ == "__main__":
     import fuzzed_shards  # ranks import it by its name
 
-    sys.exit(fuzzed_shards.main())
+    sys.exit(main(fuzzed_shards.run))

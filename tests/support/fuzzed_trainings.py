@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import model_uses
 from gckernels import sync
+from gckernels.sync.communication.collectives import CONSEQUENCES
 from gckernels.sync.tuning.trials import trials
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
@@ -451,7 +452,9 @@ def main(run: Callable[..., dict[str, int]] = run, kinds: Sequence[str] = ()) ->
             counts["trainings"] += 1
         except AssertionError as error:
             wrong += 1
-            print("WRONG:", *re.findall(r"^AssertionError: (seed .*)$", str(error), re.M)[:1] or [error], flush=True)
+            found = re.findall(r"^AssertionError: (seed .*)$", str(error), re.M) or [str(error)]
+            found.sort(key=lambda text: any(words in text for words in CONSEQUENCES))  # the cause is in front
+            print("WRONG:", found[0], flush=True)
     print(f"{time.monotonic() - began:.0f} s, {wrong} wrong:", dict(sorted(counts.items())))
     return int(wrong > 0)
 
