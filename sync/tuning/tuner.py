@@ -192,20 +192,18 @@ class Tuner:
     def _watched(self, stage: Phase, tuned: Tuned | None, until: int | None) -> Steps[bool]:
         """Let the plan run until the next stage begins, or until plans are to be found again after a failure, and
         return whether they are."""
-        due = self._due
-        end = min((step for step in (until, due) if step is not None), default=None)
         if tuned is not None:
             try:
                 running = yield from self._watcher(stage, tuned)
-                yield from running.watched(tuned, end)
-            except Refused as refused:
+                yield from running.watched(tuned, self._end(until))
+            except Refused as refused:  # nobody knows any more which plan is the best one
+                self._progress = Progress()
                 self._postpone(Failure(str(refused)), self._goes_on)
-                return True
             finally:
                 self._running = None
-        else:
-            while end is not None and self._training.steps < end:
-                yield
+        end, due = self._end(until), self._due
+        while end is not None and self._training.steps < end:
+            yield
         return due is not None and self._training.steps >= due and due != until
 
     def _watcher(self, stage: Phase, tuned: Tuned) -> Steps[Running]:
@@ -222,6 +220,10 @@ class Tuner:
         pace, self._progress = self._progress.pace, replace(self._progress, pace=None)
         self._running = watching.Running(self._training, self._spans, race, self._found, pace)
         return self._running
+
+    def _end(self, until: int | None) -> int | None:
+        """The step at which watching ends: the begin of the next stage, or the next attempt after a failure."""
+        return min((step for step in (until, self._due) if step is not None), default=None)
 
     @property
     def _due(self) -> int | None:
