@@ -70,8 +70,8 @@ def test_a_tuning_that_failed_is_tried_again_with_one_warning(front):
     assert decisions[1][0] - decisions[0][0] >= SOON and "chosen" in decisions[2][2]
 
 
-def refused_in_a_comparison() -> Any:
-    """The plans of a training whose steps change, while a rank refuses the plan that would be compared then; and its
+def refused_in_a_comparison(refused: str) -> Any:
+    """The plans of a training whose steps change, while a rank refuses one of the plans that are compared then; and its
     decisions."""
     module, handles, times = build("Mlp"), [], {PLAIN: 1.0, "four": 0.5, "eight": 0.7}
 
@@ -83,14 +83,18 @@ def refused_in_a_comparison() -> Any:
             self._steps += 1
             return None if self._steps % 5 else Window(25, (times[policy_of(handles[0])],) * 25)
 
-    with scripted(module, SPECS, times, handles), mock.patch.object(watching, "Monitor", ScriptedMonitor):
+    with (
+        scripted(module, SPECS, times, handles),
+        mock.patch.object(watching, "Monitor", ScriptedMonitor),
+        mock.patch.object(retries, "AGAIN_STEPS", SOON),
+    ):
         model, handle = tuned_handle("ddp", module)
         handles.append(handle)
         check = handle._changes.checked
 
         def refuses(plan: Any) -> Any:
-            is_eight = plan.prediction is not None and plan.prediction.policy == "eight"
-            if is_eight and handle.steps >= STEPS and dist.get_rank() == 1:
+            is_refused = plan.prediction is not None and plan.prediction.policy == refused
+            if is_refused and handle.steps >= STEPS and dist.get_rank() == 1:
                 raise ValueError("no plan")
             return check(plan)
 
@@ -101,14 +105,25 @@ def refused_in_a_comparison() -> Any:
             return policy_of(handle)
 
         policies = train(model, module, range(2 * STEPS), look)
-    decisions = [each.text for each in handle.decisions]
+    decisions = [(each.step, each.text) for each in handle.decisions]
     handle.close()
     return policies, decisions
 
 
-def test_a_plan_that_is_refused_in_a_comparison_is_left_out():
-    first, second = values_of(run_ranks(2, refused_in_a_comparison))
+def test_a_plan_that_cannot_come_back_is_tried_again_later():
+    """The plan that was compared goes on until then."""
+    first, second = values_of(run_ranks(2, refused_in_a_comparison, "four"))
     assert first == second
-    policies, (_, text) = first
+    policies, decisions = first
+    failed_at, text = next(each for each in decisions if "next attempt" in each[1])
+    assert "no plan (rank 1)" in text and "the plan that runs now" in text and f"in {SOON} steps" in text
+    assert {*policies[failed_at : failed_at + SOON]} == {"eight"}
+    assert "four" not in policies[failed_at:] and PLAIN in policies[failed_at + SOON :], "then plans are tried anew"
+
+
+def test_a_plan_that_is_refused_in_a_comparison_is_left_out():
+    first, second = values_of(run_ranks(2, refused_in_a_comparison, "eight"))
+    assert first == second
+    policies, (_, (_, text)) = first
     assert {*policies[STEPS:]} == {"four"}, "the plan from before goes on, and is not left again"
     assert "a comparison of plans failed" in text and "no plan (rank 1)" in text
