@@ -42,7 +42,8 @@ class Communicators:
         places: as given.
         topology: as given.
         phases: number of collectives of the longest program.
-        averaging: the group for averages without compression. It is separate from the others because the submitting
+        name: a name that no other communicators of the job have, the same on all ranks.
+        averaging: the link for averages without compression. It is separate from the others because the submitting
             thread issues these averages itself, immediately.
         offloads: whether some collectives send from the host of a device.
 
@@ -86,9 +87,10 @@ class Communicators:
                 needed += [wanted(mine, each, gloo) for each in names]
                 links[*key, channel] = list(mine), exchanges
         made = iter(make_groups(group, places.device, needed))
-        self.averaging = next(made)
+        self.averaging = RankConnections(self.world_size, self.rank, [next(made)])
+        self.name = str(self.averaging.group.group_name)
         self._links = {
-            key: RankConnections(len(members), members.index(self.rank), next(made), next(made) if exchanges else None)
+            key: RankConnections(len(members), members.index(self.rank), [next(made) for _ in range(1 + exchanges)])
             for key, (members, exchanges) in links.items()
         }
 
@@ -108,19 +110,15 @@ class Communicators:
     def hang_up(self) -> None:
         """Close the connections of this rank, so that ranks that wait for it fail."""
         hang_up = importlib.import_module(".hanging_up", __package__).hang_up
-        for group in self._open():
-            hang_up(group)
+        for link in (self.averaging, *self._links.values()):
+            for group in link.groups:
+                if group in dist.distributed_c10d._world.pg_map:
+                    hang_up(group)
 
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""
-        for group in self._open():
-            dist.destroy_process_group(group)
-        self._links = {}
-
-    def _open(self) -> list[dist.ProcessGroup]:
-        """The groups that have not been destroyed."""
-        every = self.averaging, *(group for link in self._links.values() for group in link.groups)
-        return [group for group in every if group in dist.distributed_c10d._world.pg_map]
+        for link in (self.averaging, *self._links.values()):
+            link.close()
 
 
 @dataclass(frozen=True)
@@ -131,18 +129,21 @@ class DryCommunicators:
         rank: the rank that messages are built for.
         topology: the topology of all ranks.
         places: the memories of that rank; by default tensors are without memory, on the device ``meta``.
-        averaging: no group.
     """
 
     rank: int
     topology: Topology
     places: Places = _META_PLACES
-    averaging: None = None
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self.topology.world_size
+
+    @property
+    def averaging(self) -> RankConnections:
+        """A link without connections."""
+        return RankConnections(self.world_size, self.rank)
 
     def link(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE

@@ -57,26 +57,33 @@ class RankConnections:
     Attributes:
         ranks: number of ranks.
         index: this rank among them.
-        group: the process group for collectives. On Gloo it also carries data from lower to higher ranks. ``None`` if
-            nothing will be sent.
-        back: on Gloo, a second group, for data from higher to lower ranks; ``None`` without exchanges.
+        groups: the process group for collectives, which on Gloo also carries data from lower to higher ranks. Where
+            there are exchanges, a second one, for data from higher to lower ranks. None if nothing will be sent.
     """
 
     ranks: int
     index: int
-    group: dist.ProcessGroup | None = None
-    back: dist.ProcessGroup | None = None
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
     _turns: itertools.count[int] = field(default_factory=itertools.count, compare=False)
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The groups that there are."""
-        return [group for group in (self.group, self.back) if group is not None]
+    def group(self) -> dist.ProcessGroup:
+        """The process group for collectives."""
+        if not self.groups:
+            raise RuntimeError("gckernels: these connections have been closed")
+        return self.groups[0]
 
     @property
     def has_both_directions(self) -> bool:
         """Whether :meth:`send` and :meth:`receive` can be called."""
-        return self.back is not None
+        return len(self.groups) == 2
+
+    def close(self) -> None:
+        """Destroy the groups; further calls do nothing. Their threads end here, as nothing else refers to them."""
+        while self.groups:
+            group = self.groups.pop()
+            if group in dist.distributed_c10d._world.pg_map:  # else all groups have been destroyed
+                dist.destroy_process_group(group)
 
     def turn(self) -> int:
         """The number of the next exchange, which its sends and receives are given.
@@ -105,6 +112,4 @@ class RankConnections:
 
     def _group(self, sender: int, receiver: int, tensor: torch.Tensor) -> dist.ProcessGroup:
         """The group that carries ``tensor``, which has the same size on both ranks."""
-        group = self.group if sender < receiver or tensor.nbytes < ONE_WAY_NBYTES else self.back
-        assert group is not None
-        return group
+        return self.group if sender < receiver or tensor.nbytes < ONE_WAY_NBYTES else self.groups[1]

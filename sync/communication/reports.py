@@ -189,7 +189,7 @@ def reported(
     what, keys, level = ("", (), Level.FLAT) if place is None else place
     members = next(found for found in communicators.topology.groups(level) if own in found)
     word = Word.of(ranks[own], what, keys, step, error)
-    return Report(str(communicators.averaging.group_name), word, [ranks[each] for each in members])
+    return Report(communicators.name, word, [ranks[each] for each in members])
 
 
 def explained(group: dist.ProcessGroup, what: str, names: Sequence[str], step: int | None, error: Exception) -> str:

@@ -127,7 +127,7 @@ class Runtime(RuntimeState):
     def own_group(self) -> dist.ProcessGroup | None:
         """A group of all ranks that nobody else uses between two steps; ``None`` if there is none."""
         communicators = self._communicators
-        return None if communicators is None or communicators.offloads else communicators.averaging
+        return None if communicators is None or communicators.offloads else communicators.averaging.group
 
     # ---------------------------------------------------------------- messages
 

@@ -46,25 +46,25 @@ def bind_collective(
         that issues the collective.
     """
     sources, chunks, n = sent.shape
-    ranks, group = link.ranks, link.group
+    ranks = link.ranks
     match step:
         case AllReduce():
             numbers = sent.view(dtype)
-            return sent, _issuing(lambda: dist.all_reduce(numbers, group=group, async_op=True))
+            return sent, _issuing(lambda: dist.all_reduce(numbers, group=link.group, async_op=True))
         case Reduce():
-            return sent, _issuing(lambda: dist.reduce(sent, group_dst=root, group=group, async_op=True))
+            return sent, _issuing(lambda: dist.reduce(sent, group_dst=root, group=link.group, async_op=True))
         case Broadcast():
-            return sent, _issuing(lambda: dist.broadcast(sent, group_src=root, group=group, async_op=True))
+            return sent, _issuing(lambda: dist.broadcast(sent, group_src=root, group=link.group, async_op=True))
         case ReduceScatter():
             received = new((sources, chunks // ranks, n))
             whole, shard = sent.view(-1), received.view(-1)
-            return received, _issuing(lambda: reduce_scatter(shard, whole, group=group, async_op=True))
+            return received, _issuing(lambda: reduce_scatter(shard, whole, group=link.group, async_op=True))
         case Gather() if link.index != root:
-            return sent, _issuing(lambda: dist.gather(sent, None, group_dst=root, group=group, async_op=True))
+            return sent, _issuing(lambda: dist.gather(sent, None, group_dst=root, group=link.group, async_op=True))
         case Gather():
             received = new((ranks * sources, chunks, n))
             parts = list(torch.split(received, sources))
-            return received, _issuing(lambda: dist.gather(sent, parts, group_dst=root, group=group, async_op=True))
+            return received, _issuing(lambda: dist.gather(sent, parts, group_dst=root, group=link.group, async_op=True))
         case AllToAll():
             received = new((ranks * sources, chunks // ranks, n))
             if sources == 1:

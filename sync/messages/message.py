@@ -83,7 +83,7 @@ class DenseMessage(Message):
         self, grad: torch.Tensor, keys: Sequence[str], communicators: Communicators, shares: bool = False
     ) -> None:
         self._grad, self.keys = grad, tuple(keys)
-        self._group = communicators.averaging
+        self._link = communicators.averaging
         # a product, as in DDP: division would give other bits
         self._factor = None if shares else 1.0 / communicators.world_size
         self.sent_nbytes = allreduce_sent_nbytes(grad.nbytes, communicators.world_size)
@@ -98,7 +98,7 @@ class DenseMessage(Message):
 
     def all_reduce(self) -> None:
         """Add up the parts of all ranks."""
-        dist.all_reduce(self._grad, group=self._group)
+        dist.all_reduce(self._grad, group=self._link.group)
 
     def _average(self) -> None:
         self.share()
@@ -106,6 +106,6 @@ class DenseMessage(Message):
 
     def _begin(self) -> torch.futures.Future[Any]:
         self.share()
-        work: Any = dist.all_reduce(self._grad, group=self._group, async_op=True)
+        work: Any = dist.all_reduce(self._grad, group=self._link.group, async_op=True)
         future: torch.futures.Future[Any] = work.get_future()
         return future

@@ -33,6 +33,7 @@ _PROCESSES = Path(__file__).with_name("rank_processes.py")
 _OUTPUT_CHARS = 4000
 QUESTION, ANSWER = struct.Struct("<qq"), struct.Struct("<q")
 FORK, END = 1, 2  # questions to the template
+POOL_THREADS = 40  # a rank with more has groups that torch has kept, whose loops take time: it leaves the pool
 RUNNING = 1000  # the answer, not an exit code, that a process has not ended
 
 
@@ -104,8 +105,10 @@ def run_ranks(
             outcomes = []
             for worker, answer in zip(workers, answers, strict=True):
                 exit_code = None
-                if all_well:
+                if all_well and worker.threads() <= POOL_THREADS:
                     _idle.append(worker)
+                elif all_well:
+                    worker.kill()
                 elif fresh or answer is None or answer.error_type is not None:
                     ends_by_itself = answer is not None and ((fresh and exits) or answer.error_type == "ProcessDied")
                     exit_code = worker.end(deadline if ends_by_itself else 0.0)
@@ -183,6 +186,10 @@ class _Worker:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             return Outcome(error_type="ProcessDied", error_text="the process ended without an answer")
+
+    def threads(self) -> int:
+        """The number of threads of the process."""
+        return len(os.listdir(f"/proc/{self._pid}/task"))
 
     def written(self) -> str:
         self._log.seek(0)

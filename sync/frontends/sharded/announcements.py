@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from ...communication.groups import Wanted, make_groups
+from ...communication.links import RankConnections
 from ...engine.failures import failure
 from .shard_groups import ShardGroup
 
@@ -31,7 +32,8 @@ class Announcements:
     def __init__(self, group: dist.ProcessGroup, groups: Sequence[ShardGroup]) -> None:
         host, ranks = torch.device("cpu"), dist.get_process_group_ranks(group)
         timeout = group._get_backend(host).options._timeout
-        (self._group,) = make_groups(group, host, [Wanted(ranks, "announcements", dist.Backend.GLOO, timeout)])
+        made = make_groups(group, host, [Wanted(ranks, "announcements", dist.Backend.GLOO, timeout)])
+        self._link = RankConnections(len(ranks), group.rank(), made)
         self._ranks, self._groups = len(ranks), groups
         self._row_nbytes = _HEAD_NBYTES + max((len(each.names) for each in groups), default=0)
         self._last = 0
@@ -50,7 +52,7 @@ class Announcements:
         row = bytes((*index.to_bytes(_HEAD_NBYTES, "little"), *used)).ljust(self._row_nbytes, b"\0")
         sent = torch.frombuffer(bytearray(row * self._ranks), dtype=torch.uint8)
         received = torch.empty(self._ranks, self._row_nbytes, dtype=torch.uint8, device="cpu")
-        work = dist.all_to_all_single(received.view(-1), sent, group=self._group, async_op=True)
+        work = dist.all_to_all_single(received.view(-1), sent, group=self._link.group, async_op=True)
         assert work is not None
         self._last += 1
         self._waiting.append((self._last, work, received, sent))
@@ -99,8 +101,7 @@ class Announcements:
     def close(self) -> None:
         """Destroy the process group; further calls do nothing."""
         self._waiting.clear()
-        if self._group in dist.distributed_c10d._world.pg_map:
-            dist.destroy_process_group(self._group)
+        self._link.close()
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -64,13 +64,17 @@ class Group:
 class Asked(OneOfMany):
     """Communicators that give out the groups' identities in the place of process groups."""
 
-    averaging: Any = Group(0, Level.FLAT, 0)
+    @property
+    def averaging(self) -> RankConnections:
+        """The link with the identity of the group for averages."""
+        link: Any = super().averaging
+        return replace(link, groups=[Group(0, Level.FLAT, 0)])
 
     def link(
         self, phase: int, level: Level = Level.FLAT, channel: int = 0, place: Place = Place.DEVICE
     ) -> RankConnections:
         link: Any = super().link(phase, level, channel, place)
-        return replace(link, group=Group(phase, level, channel, place))
+        return replace(link, groups=[Group(phase, level, channel, place)])
 
 
 @dataclass

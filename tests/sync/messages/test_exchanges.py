@@ -76,7 +76,7 @@ class Recorded(RankConnections):
     """A link that notes which groups carry data from whom to whom."""
 
     def __init__(self, ranks: int, index: int) -> None:
-        super().__init__(ranks, index, "group", "back")
+        super().__init__(ranks, index, ["group", "back"])
 
     def send(self, tensor, to, turn):
         return self._note(self.index, to, tensor)

@@ -68,10 +68,11 @@ def test_no_group_has_the_name_of_a_closed_one():
 
 def connected(backend: str) -> list[str]:
     """The descriptions of the groups that have made a collective once all are connected, in order."""
-    sent = []
+    sent, reduce = list[str](), dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any) -> None:
         sent.append(group.group_desc)
+        reduce(tensor, dist.ReduceOp.MAX, group=group)
 
     places = Places.of(torch.device("cpu"))
     with (
@@ -79,11 +80,13 @@ def connected(backend: str) -> list[str]:
         mock.patch("gckernels.sync.communication.groups.dist.all_reduce", all_reduce),
     ):
         communicators = Communicators(dist.group.WORLD, places, Topology(1, 2), sites(HIERARCHICAL), channels=2)
-    groups = (group for link in communicators._links.values() for group in link.groups)
-    made = [] if backend == "gloo" else [communicators.averaging, *groups, dist.group.WORLD]
-    assert sent == [group.group_desc for group in (dist.group.WORLD, *made)]  # all ranks are waited for
+    connected = (group for link in communicators._links.values() for group in link.groups)
+    made = [] if backend == "gloo" else [communicators.averaging.group, *connected, dist.group.WORLD]
+    expected = [group.group_desc for group in (dist.group.WORLD, *made)]  # all ranks are waited for
+    refused = len(sent) - len(expected)  # a busy machine may refuse a connection, and all ranks try once more
+    assert sent == [dist.group.WORLD.group_desc] * refused + expected and refused < groups.ATTEMPTS
     communicators.close()
-    return sent
+    return expected
 
 
 def test_groups_that_connect_with_their_first_collective_have_that_at_once_in_one_order():

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gckernels import BlockQuant, TopK, sync
 from gckernels.sync import Topology, UnitPlan, attach
 from gckernels.sync.communication.communicators import DryCommunicators
+from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages.encoded import EncodedMessage
 from gckernels.sync.messages.message import Unit
 from gckernels.sync.messages.seeds import Seeds
@@ -70,6 +71,7 @@ def no_collectives(devices: set[str]) -> Iterator[None]:
 
     names = ("all_reduce", "reduce", "broadcast", "gather", "all_to_all_single")
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(RankConnections, "group", None))
         for name in names:
             stack.enter_context(mock.patch(f"gckernels.sync.messages.collectives.dist.{name}", look))
         for name in ("all_gather", "reduce_scatter"):
