@@ -203,7 +203,7 @@ class FullyShardedFrontend(ShardedFrontend):
             return False
         buffer = self._buffer_of(index)
         with buffer.filled(vector):
-            runtime, sends = self._begun(), buffer.holds(vector)
+            runtime, sends = self._begun(index), buffer.holds(vector)
             self._announce(index)
             if not sends:
                 self._check()

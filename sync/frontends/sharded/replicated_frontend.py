@@ -79,7 +79,7 @@ class ReplicatedFrontend(ShardedFrontend):
         """
         if not self.is_open:
             return False
-        runtime, shards = self._begun(), self._groups[index].shards()
+        runtime, shards = self._begun(index), self._groups[index].shards()
         self._announce(index)
         if not self._fits(index, vector.numel(), vector.dtype):
             self._check()

@@ -172,8 +172,14 @@ class ShardedFrontend(ModelFrontend):
 
     # ---------------------------------------------------------------- steps
 
-    def _begun(self) -> Runtime:
-        """The runtime, in the step of the backward that runs.
+    def _begun(self, index: int) -> Runtime:
+        """The runtime, in the step of the backward that runs, before a group is reduced.
+
+        A group that is used twice is reduced twice, perhaps with fewer gradients, and FSDP adds the second result to
+        the first. So the first one arrives here.
+
+        Args:
+            index: the number of the group.
 
         Raises:
             RuntimeError: nothing can be sent any more.
@@ -186,6 +192,7 @@ class ShardedFrontend(ModelFrontend):
             runtime.unused.begin()
             runtime.begin_step()
             Variable._execution_engine.queue_callback(weakly(self._end_backward))
+        self._buffer_of(index).settle()
         return runtime
 
     def _fits(self, index: int, numel: int, dtype: torch.dtype) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,7 +77,8 @@ def differing(form: str, spec: str, first: int, options: dict[str, Any], is_late
         _step(model, step, has_image=True)
     if is_late:
         _look_late(attachment._frontend)
-    for attempt in (lambda: _step(model, first, has_image=dist.get_rank() == 0), attachment._frontend._begun):
+    begun = partial(attachment._frontend._begun, 0)
+    for attempt in (lambda: _step(model, first, has_image=dist.get_rank() == 0), begun):
         try:
             attempt()
         except RuntimeError as error:

@@ -8,11 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from gckernels import sync
 from gckernels.sync.frontends.sharded.sharded_frontend import ShardedFrontend
 from ranks import run_ranks, values_of
-from sharded_models import SETTINGS, Setting, adamw, digest, fsdp_modules, model_of, train
+from sharded_models import SETTINGS, Setting, adamw, digest, fsdp_modules, model_of, split, train
 
 STEPS = 3
 CODECS = ("Identity", "BlockQuant(bits=4)", "TopK(ratio=0.1)", "QSGD", "Cast16")
@@ -102,3 +103,55 @@ def test_what_fsdp_reads_is_awaited(form):
             assert wrong != alone, name
             if name != "adds":  # the first microbatch of a step finds no gradients
                 assert deferred == 0, name
+
+
+class Block(nn.Module):
+    """Two layers, of which the second is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.always(inputs))
+        return hidden + self.sometimes(inputs) if uses_all else hidden
+
+
+class Twice(nn.Module):
+    """A model that uses a block twice, once with fewer layers. FSDP reduces its gradients twice, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(16, 16), Block()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.block(self.block(self.first(inputs), False), True)
+        return hidden
+
+
+def used_twice(form: str, spec: str | None) -> list[torch.Tensor]:
+    """The gradients of a second step, as the first one is averaged exactly."""
+    torch.manual_seed(0)
+    model: Any = Twice()
+    split(model, (model.block, model), form)
+    attachment = None if spec is None else sync.attach(model, spec)
+    for _ in range(2):
+        model.zero_grad()
+        for reduces in (False, True):  # the first reduction has what is accumulated of all, the second one a part
+            model.set_requires_gradient_sync(reduces)
+            model(torch.randn(5, 16)).square().sum().backward()
+    gradients = [each.grad.to_local() for each in model.parameters()]
+    if attachment is not None:
+        attachment.close()
+    return gradients
+
+
+def compared(form: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(used_twice(form, "Cast16"), used_twice(form, None), strict=True))
+
+
+@pytest.mark.parametrize("form", ["fsdp", "one shard"])
+def test_both_results_of_a_group_that_is_reduced_twice_are_kept(form):
+    for pairs in values_of(run_ranks(2, compared, form)):
+        for compressed, alone in pairs:
+            torch.testing.assert_close(compressed, alone, rtol=2**-7, atol=2**-8 * float(alone.abs().max()))
