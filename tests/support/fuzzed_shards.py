@@ -1,5 +1,5 @@
 """Trainings of random models of FSDP2 in random patterns: gathers ahead, in vain and from some ranks, the flags of
-microbatches, ignored parameters, several roots, changes of the plan.
+microbatches, ignored parameters, several roots, frozen layers, states, changes of the plan.
 
 Every step is done twice, by the model that is tested and by one of FSDP2 alone with the same parameters. Many
 trainings, with a count of them at the end::
@@ -129,7 +129,7 @@ class Fuzz:
         self.first = choose.choice(SPECS)
         self.tested, self.alone = self.model(), self.model()
         self.counts: Counter[str] = Counter()
-        self.specs, self.log = [self.first], list[str]()
+        self.specs, self.log, self.has_frozen = [self.first], list[str](), False
         self.batches = torch.Generator().manual_seed(1000 * seed + self.rank)
         self.given, self.got, self.size = (dict.fromkeys(self.shards(self.tested), 0.0) for _ in range(3))
 
@@ -219,9 +219,21 @@ class Fuzz:
 
     def step(self, handle: Any) -> None:
         """A step of both models, and its checks."""
+        kind = self.choose.choice([""] * 7 + ["kept", "exact"])
         compares = all(unit.compressor.name == "Identity" for unit in handle.plan.units) and not handle.is_changing
+        compares = (compares or kind == "exact") and not self.has_frozen
+        self.counts[kind or "usual"] += 1
+        with handle.exact() if kind == "exact" else contextlib.nullcontext():
+            for _ in range(1 + (kind == "kept")):  # gradients of two steps are added up
+                self.backwards(kind)
+        self.compare(compares and self.weights is None)
+        self.go_on()
+
+    def backwards(self, kind: str) -> None:
+        """The microbatches of a step of both models."""
         for given in self.draw():
-            self.log.append(f"{given['flags']} {given['between']} {given['joins']} {[u.order for u in given['uses']]}")
+            orders = [use.order for use in given["uses"]]
+            self.log.append(f"{kind} {given['flags']} {given['between']} {given['joins']} {orders}")
             self.counts[given["flags"] or "plain"] += 1
             self.counts[given["between"] or "nothing between"] += 1
             try:
@@ -233,8 +245,6 @@ class Fuzz:
             for mine, theirs in zip(outputs, expected, strict=True):
                 error = float((mine - theirs).norm() / (theirs.norm() + 1e-6))
                 assert error <= ENCODED[self.weights], f"outputs are off by {error:.1e}"
-        self.compare(compares and self.weights is None)
-        self.go_on()
 
     def compare(self, is_exact: bool) -> None:
         """Gradients are there where those of FSDP alone are, and are the same where nothing is compressed."""
@@ -282,18 +292,47 @@ class Fuzz:
             assert is_kept, f"{name}: {rest.max():.1e} of {scale.max():.1e} is lost after {self.specs}"
         self.counts["checks"] += 1
 
+    def attach(self, what: Any) -> Any:
+        """The attachment of a plan or a compressor."""
+        options: dict[str, Any] = {} if self.weights is None else {"weights": self.weights}
+        return sync.attach(self.tested, what, **options)
+
+    def freeze(self, freezes: bool) -> None:
+        """Freeze the second layer of the first block, or thaw it."""
+        self.has_frozen = freezes
+        for model in (self.alone, self.tested):
+            model[0].blocks[0].sometimes.requires_grad_(not freezes)
+
+    def between(self, handle: Any) -> Any:
+        """Something that a training does between two steps. Returns the handle that goes on."""
+        event = self.choose.choice(["change", "change", "state", "freeze", "thaw"])
+        self.log.append(event)
+        self.counts[event] += 1
+        if event == "change":
+            spec = self.choose.choice(SPECS)
+            handle.change_plan(sync.uniform_plan(self.tested, spec))
+            self.specs.append(spec)
+            self.log[-1] += f" to {spec}"
+        elif event == "state":
+            state, plan, states = handle.state_dict(), handle.plan, [None] * self.ranks
+            if self.choose.random() < 0.5:
+                dist.all_gather_object(states, state)
+                state = states
+            handle.close()
+            handle = self.attach(plan)
+            handle.load_state_dict(state)
+        else:
+            self.freeze(event == "freeze")
+        return handle
+
     def train(self) -> Counter[str]:
         """Train, and return how often each thing was done."""
-        options = {} if self.weights is None else {"weights": self.weights}
-        handle = sync.attach(self.tested, self.first, **options)
+        handle = self.attach(self.first)
         for _ in range(self.choose.randrange(8, 20)):
             self.step(handle)
-            if self.choose.random() < 0.15:
-                spec = self.choose.choice(SPECS)
-                handle.change_plan(sync.uniform_plan(self.tested, spec))
-                self.specs.append(spec)
-                self.log.append(spec)
-                self.counts["changes"] += 1
+            if self.choose.random() < 0.3:
+                handle = self.between(handle)
+        self.freeze(False)
         handle.change_plan(sync.uniform_plan(self.tested, "Identity"))
         for _ in range(3):
             self.whole_step()

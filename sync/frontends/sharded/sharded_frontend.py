@@ -136,7 +136,10 @@ class ShardedFrontend(ModelFrontend):
         return fitting(request, self.parameters())
 
     def prepared(self, runtime: Runtime) -> Callable[[], None]:
-        buckets = {index: self._bound(runtime, index, each.buffer) for index, each in self._buckets.items()}
+        known = {  # not those of which parameters have been frozen or thawed since: their shards have other places
+            index: each for index, each in self._buckets.items() if each.shards == self._groups[index].shards()
+        }
+        buckets = {index: self._bound(runtime, index, each.buffer) for index, each in known.items()}
         if runtime.synchronises and not runtime.is_exact:
             for each in (*buckets.values(), *buckets.values()):  # again those whose arena has grown since
                 each.messages.now()

@@ -134,3 +134,37 @@ def failing() -> str:
 
 def test_an_error_of_an_average_is_raised_as_it_is():
     assert values_of(run_ranks(2, failing)) == ["RuntimeError: gckernels: synchronisation failed"] * 2
+
+
+def frozen_and_thawed(form: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients of a step after a change of the plan that follows a thaw, beside FSDP's own."""
+    ours, theirs = _model(form), _model(form)
+    attachment = sync.attach(ours, "BlockQuant")
+
+    def step(number: int) -> list[list[torch.Tensor]]:
+        found = []
+        for model in (ours, theirs):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+            model(torch.randn(4, 12, generator=generator)).square().mean().backward()
+            found.append([each.grad.to_local().clone() for each in model.parameters() if each.grad is not None])
+        return found
+
+    for number, freezes in enumerate((False, True, True, False)):
+        for model in (ours, theirs):
+            model.first.weight.requires_grad_(not freezes)
+        if not freezes and number:
+            attachment.change_plan(sync.uniform_plan(ours, "Cast16"))
+        step(number)
+    pairs = zip(*step(4), strict=True)
+    assert len(attachment.plan.units) == 5
+    attachment.close()
+    return list(pairs)
+
+
+def test_a_change_of_the_plan_knows_which_parameters_have_been_thawed():
+    for form in ("fsdp", "one shard"):
+        for pairs in values_of(run_ranks(2, frozen_and_thawed, form)):
+            assert len(pairs) == 5
+            for compressed, alone in pairs:
+                torch.testing.assert_close(compressed, alone, rtol=2**-7, atol=2**-8 * float(alone.abs().max()))
