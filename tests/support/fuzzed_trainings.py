@@ -33,7 +33,7 @@ from gckernels.sync.tuning.trials import trials
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted
-from workloads import digest_of, mass_of
+from workloads import digest_of, mass_of, parked_on_any_rank
 
 SPECS = {
     "four": "BlockQuant(bits=4)",
@@ -256,7 +256,7 @@ class Fuzz:
         self.counts[pattern] += 1
         self.copy_parameters()
         apart = self.model.no_sync if self.is_ddp else handle.no_sync
-        self.handle, self.stays_plain, parked = handle, True, self.parked(handle)
+        self.handle, self.stays_plain, parked = handle, True, parked_on_any_rank(handle)
         compares = _is_plain(handle) and not handle.is_changing
         is_exact = context < 0.1 and not _is_plain(handle)
         try:
@@ -291,14 +291,6 @@ class Fuzz:
                 theirs.copy_(mine)
         for each in (self.module, self.shadow):
             each.zero_grad()
-
-    def parked(self, handle: Any) -> set[str]:
-        """The parameters to whose gradients some rank will add what an earlier plan has left behind."""
-        if not handle._parking.sizes:
-            return set()
-        every: list[Any] = [None] * self.world_size
-        dist.all_gather_object(every, {name for name, part in handle._parking.state_dict().items() if part.any()})
-        return set().union(*every)
 
     def compare(self, pattern: str, is_plain: bool, parked: Collection[str] = ()) -> None:
         """Gradients are the same on all ranks, and those of plain DDP where nothing is compressed or parked."""

@@ -199,6 +199,15 @@ def largest(value: float) -> float:
     return tensor.item()
 
 
+def parked_on_any_rank(attachment: Attachment) -> set[str]:
+    """The parameters to whose next gradients some rank will add what an earlier plan has left behind."""
+    if not attachment._parking.sizes:
+        return set()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {name for name, part in attachment._parking.state_dict().items() if part.any()})
+    return set().union(*every)
+
+
 def mass_of(attachment: Attachment) -> dict[str, torch.Tensor]:
     """Gradient mass that is still in residuals, and the mean momentum, per unit: all states, fp64, over all ranks."""
     feedback, rank, masses = attachment.state_dict()["feedback"], dist.get_rank(), {}
