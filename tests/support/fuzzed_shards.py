@@ -28,7 +28,7 @@ from gckernels import sync
 from gckernels.sync.frontends.sharded.shard_groups import shard_groups
 from ranks import run_ranks, values_of
 from sharded_models import fsdp_modules, split
-from workloads import parked_on_any_rank
+from workloads import parked_of
 
 WIDTH = 16
 SPECS = ("Identity", "BlockQuant(bits=4)", "EFSignSGD", "TopK(ratio=0.1)", "ChunkTopK(chunk=64, k=8)", "Cast16")
@@ -224,7 +224,7 @@ class Fuzz:
         compares = all(unit.compressor.name == "Identity" for unit in handle.plan.units) and not handle.is_changing
         compares = (compares or kind == "exact") and not self.has_frozen
         self.counts[kind or "usual"] += 1
-        parked = set[str]() if kind == "exact" else parked_on_any_rank(handle)
+        parked = {} if kind == "exact" else parked_of(handle)
         with handle.exact() if kind == "exact" else contextlib.nullcontext():
             for _ in range(1 + (kind == "kept")):  # gradients of two steps are added up
                 self.backwards(kind)

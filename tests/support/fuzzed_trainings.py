@@ -33,7 +33,7 @@ from gckernels.sync.tuning.trials import trials
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted
-from workloads import digest_of, mass_of, parked_on_any_rank
+from workloads import digest_of, mass_of, parked_of
 
 SPECS = {
     "four": "BlockQuant(bits=4)",
@@ -110,7 +110,7 @@ class Fuzz:
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=self.as_view, **self.wrapping)
         self.given = {name: torch.zeros_like(each) for name, each in self.module.named_parameters()}
         self.got, self.size = copy.deepcopy(self.given), copy.deepcopy(self.given)
-        self.lost: set[str] = set()  # parameters whose residuals a change of the plan may drop
+        self.lost: set[str] = set()  # parameters that were frozen when a state was loaded, which has nothing of them
         self.has_failed = False
         self.handle: Any = None  # the attachment of the present step
         self.stays_plain = True  # the second backward of a step has a plan that compresses nothing
@@ -246,8 +246,6 @@ class Fuzz:
         if pattern in ("freeze", "thaw"):
             for each in (self.module, self.shadow.module):
                 each.frozen.requires_grad_(pattern == "thaw")
-        if pattern in ("freeze", "thaw", "freeze between"):
-            self.lost |= {name for name in self.given if name.startswith("frozen")}
         context = self.choose.random()
         data = [self.inputs() for _ in range(3)]
         if pattern == "by hand":  # each rank keeps its own gradient of a parameter that no rank uses
@@ -256,7 +254,7 @@ class Fuzz:
         self.counts[pattern] += 1
         self.copy_parameters()
         apart = self.model.no_sync if self.is_ddp else handle.no_sync
-        self.handle, self.stays_plain, parked = handle, True, parked_on_any_rank(handle)
+        self.handle, self.stays_plain, parked = handle, True, parked_of(handle)
         compares = _is_plain(handle) and not handle.is_changing
         is_exact = context < 0.1 and not _is_plain(handle)
         try:
@@ -309,6 +307,8 @@ class Fuzz:
         held = {name: torch.zeros(each.numel(), dtype=torch.float64) for name, each in self.given.items()}
         for key, mass in mass_of(handle).items():
             held[key] += mass[-1]
+        for name, mean in parked_of(handle).items():
+            held[name] += mean
         for name in self.given.keys() - self.lost:
             rest = self.given[name].double().flatten() - self.got[name].double().flatten() - held[name]
             scale = self.size[name].double().max() + 1e-3
@@ -320,6 +320,8 @@ class Fuzz:
         event = self.choose.choice(["check", "check", "state", "copy", "again", "change", "hook", "fail", *["use"] * 4])
         if event in ("state", "again") and self.is_ddp and not self.module.frozen.weight.requires_grad:
             return handle  # attach takes no DDP model with parameters that were frozen since it was made
+        if event in ("state", "fail") and not self.module.frozen.weight.requires_grad:
+            self.lost |= {name for name in self.given if name.startswith("frozen")}
         if event == "check":
             self.check(handle)
         elif event == "state":
@@ -341,7 +343,7 @@ class Fuzz:
             self.hook()
         elif event == "fail" and not self.is_ddp:  # after which DDP must be wrapped anew
             handle = self.fail(handle)
-        elif event == "again" and _is_plain(handle) and not handle.is_changing:
+        elif event == "again" and _is_plain(handle) and not handle.is_changing and not parked_of(handle):
             handle.close()
             handle = self.attach()
         elif event == "change" and self.choose.random() < 0.3:

@@ -199,13 +199,15 @@ def largest(value: float) -> float:
     return tensor.item()
 
 
-def parked_on_any_rank(attachment: Attachment) -> set[str]:
-    """The parameters to whose next gradients some rank will add what an earlier plan has left behind."""
-    if not attachment._parking.sizes:
-        return set()
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {name for name, part in attachment._parking.state_dict().items() if part.any()})
-    return set().union(*every)
+def parked_of(attachment: Attachment) -> dict[str, torch.Tensor]:
+    """The means over all ranks of what earlier plans have left behind, fp64, by parameter, without zeros."""
+    parts, ranks = attachment._parking.state_dict(), dist.get_world_size()
+    nothing = torch.zeros(())
+    means = {
+        name: summed(parts.get(name, nothing.expand(numel)).double()) / ranks
+        for name, numel in attachment._parking.sizes.items()
+    }
+    return {name: mean for name, mean in means.items() if mean.any()}
 
 
 def mass_of(attachment: Attachment) -> dict[str, torch.Tensor]:
