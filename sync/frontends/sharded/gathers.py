@@ -125,7 +125,7 @@ class Gathers:
         site = Site(0, Level.FLAT, Place.DEVICE, exchanges=True)
         self._communicators = Communicators(group, Places.of(device), Topology(self._ranks), [site])
         try:
-            self._engine = Engine(DeviceLanes(device), phases=1)
+            self._engine = Engine(DeviceLanes(device), phases=1, communicators=self._communicators)
         except BaseException:
             self._communicators.close()
             raise
