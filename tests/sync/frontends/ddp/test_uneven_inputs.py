@@ -19,7 +19,7 @@ from workloads import digest_of, mass_of
 EVEN = 4
 """Steps that all ranks have."""
 SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
-TRIALS = (16, 22, 27, 34)
+TRIALS = (12, 15, 18, 22)
 """Numbers of steps after which the tuned trainings of these tests are in the middle of different things."""
 
 
