@@ -167,7 +167,7 @@ def _call(
 ) -> Outcome:
     import torch.distributed as dist
 
-    before, count = set(threading.enumerate()), len(os.listdir(_THREADS))
+    before = set(threading.enumerate())
     try:
         file_store = dist.FileStore(store, world_size)
         dist.init_process_group(
@@ -186,8 +186,6 @@ def _call(
             if dist.is_initialized():
                 dist.destroy_process_group()
             _devices.clear()
-            if len(os.listdir(_THREADS)) > count:
-                gc.collect()  # groups of what nobody has closed, whose loops take time as long as this process lives
         left = [thread.name for thread in threading.enumerate() if thread not in before]
         if left:
             return Outcome(error_type="ThreadsLeft", error_text=", ".join(left))
