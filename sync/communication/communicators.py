@@ -6,7 +6,6 @@ combination therefore has separate process groups, in which collectives are issu
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -109,11 +108,8 @@ class Communicators:
 
     def hang_up(self) -> None:
         """Close the connections of this rank, so that ranks that wait for it fail."""
-        hang_up = importlib.import_module(".hanging_up", __package__).hang_up
         for link in (self.averaging, *self._links.values()):
-            for group in link.groups:
-                if group in dist.distributed_c10d._world.pg_map:
-                    hang_up(group)
+            link.hang_up()
 
     def close(self) -> None:
         """Destroy all groups; further calls do nothing."""

@@ -10,6 +10,7 @@ directions.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -78,11 +79,17 @@ class RankConnections:
         """Whether :meth:`send` and :meth:`receive` can be called."""
         return len(self.groups) == 2
 
+    def hang_up(self) -> None:
+        """Close the connections, so that ranks that wait for this one fail, and what this rank has begun ends."""
+        hang_up = importlib.import_module(".hanging_up", __package__).hang_up
+        for group in filter(_exists, self.groups):
+            hang_up(group)
+
     def close(self) -> None:
         """Destroy the groups; further calls do nothing. Their threads end here, as nothing else refers to them."""
         while self.groups:
             group = self.groups.pop()
-            if group in dist.distributed_c10d._world.pg_map:  # else all groups have been destroyed
+            if _exists(group):
                 dist.destroy_process_group(group)
 
     def turn(self) -> int:
@@ -113,3 +120,8 @@ class RankConnections:
     def _group(self, sender: int, receiver: int, tensor: torch.Tensor) -> dist.ProcessGroup:
         """The group that carries ``tensor``, which has the same size on both ranks."""
         return self.group if sender < receiver or tensor.nbytes < ONE_WAY_NBYTES else self.groups[1]
+
+
+def _exists(group: dist.ProcessGroup) -> bool:
+    """Whether a group has not been destroyed, alone or with all others."""
+    return group in dist.distributed_c10d._world.pg_map

@@ -6,7 +6,6 @@ ranks reduce different things, or some reduce and others do not, and all of them
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -101,8 +100,8 @@ class Announcements:
 
     def close(self) -> None:
         """Destroy the process group; further calls do nothing."""
-        if self._waiting and self._link.groups:  # a group ends when all that was begun in it has ended
-            importlib.import_module("...communication.hanging_up", __package__).hang_up(self._link.group)
+        if self._waiting:  # a group ends when all that was begun in it has ended
+            self._link.hang_up()
         self._waiting.clear()
         self._link.close()
 
