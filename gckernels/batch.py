@@ -107,8 +107,7 @@ class Bound:
 def _bound(units: list[Any], tensor: Callable[[Any], torch.Tensor], bind: Any) -> Bound:
     works = []
     for group in grouped(units, lambda unit: (unit.compressor, tensor(unit).device)):
-        device = tensor(group[0]).device.type
-        if device != "meta":
-            compressor = group[0].compressor
-            works.append(bind(compressor.host if device == "cpu" else compressor.triton, group))
+        device = tensor(group[0]).device
+        if device.type != "meta":
+            works.append(bind(group[0].compressor.backend(device), group))
     return Bound(works, units)

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from .compressor import Compressor
+from .devices import is_accelerator
 from .toolkit.kernels.launch import temporary
 from .toolkit.values import as_int, as_seed, as_size, require_bool, require_number, require_tensors
 
@@ -63,7 +64,12 @@ class Codec(Compressor):
     host: ClassVar[Backend]
     """The implementation for tensors on the CPU; a family of compressors sets it."""
     triton: ClassVar[Backend]
-    """The implementation for tensors on CUDA and, in Triton's interpreter, on the CPU; a family sets it."""
+    """The implementation for tensors on accelerators and, in Triton's interpreter, on the CPU; a family sets it."""
+
+    @classmethod
+    def backend(cls, device: torch.device) -> Backend:
+        """The implementation for tensors on a device."""
+        return cls.triton if is_accelerator(device) else cls.host
 
     # ---------------------------------------------------------------- what users and the engine call
 

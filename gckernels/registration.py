@@ -2,8 +2,8 @@
 
 The ops are ``torch.ops.gckernels.<name>_encode``, ``_decode`` and ``_recode``. They are defined by ``Library.define``
 and ``impl``, which cost about 5 us per call where ``custom_op`` costs at least 20: a synchronisation calls an op once
-per tensor. The dispatcher chooses the host path for CPU tensors and the Triton launchers for CUDA tensors. Every op
-checks its arguments first.
+per tensor. Tensors on the CPU take the host path, those on an accelerator the Triton launchers. Every op checks its
+arguments first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import torch
 
 from .arguments import check_decode, check_encode, check_like, check_recode
-from .codec import CODECS, Backend, Codec, Decoding, Encoding, Recoding
+from .codec import CODECS, Codec, Decoding, Encoding, Recoding
 from .compressor import COMPRESSORS, Compressor
+from .devices import ACCELERATOR_KEYS
 
 M = TypeVar("M", bound=type[Compressor])
 
@@ -145,21 +146,21 @@ def define_ops(cls: type[Codec]) -> None:
             raise TypeError(f"{cls.__name__} must have the back end {name!r} to be registered")
     cls.op_name = cls.__name__.lower()
     cls.config_fields = tuple(field.name for field in fields)
-    host, triton, build = cls.host, cls.triton, functools.cache(cls)
     for verb in _VERBS:
         op = f"{cls.op_name}_{verb.name}"
         _library.define(f"{op}({verb.unit}, {schema}{verb.settings}) -> ()")
-        _library.impl(op, _implementation(verb, build, len(fields), host), "CPU")
-        _library.impl(op, _implementation(verb, build, len(fields), triton), "CUDA")
+        implementation = _implementation(verb, cls)
+        for key in ("CPU", *ACCELERATOR_KEYS):
+            _library.impl(op, implementation, key)
         torch.library.register_fake(f"gckernels::{op}", _fake(verb, cls.__name__), lib=_library)
         setattr(cls, f"{verb.name}_op", getattr(torch.ops.gckernels, op).default)
 
 
-def _implementation(verb: _Verb, build: Callable[..., Codec], num_fields: int, backend: Backend) -> Callable[..., None]:
+def _implementation(verb: _Verb, cls: type[Codec]) -> Callable[..., None]:
     """``verb`` as the dispatcher calls it: with the unit, the fields of the configuration, the settings."""
     first = verb.unit.count(",") + 1
-    behind = first + num_fields
-    run, defaults = verb.run, verb.defaults
+    behind = first + len(cls.config_fields)
+    run, defaults, build = verb.run, verb.defaults, functools.cache(cls)
 
     def implemented(*given: Any) -> None:
         compressor = build(*given[first:behind])
@@ -167,7 +168,7 @@ def _implementation(verb: _Verb, build: Callable[..., Codec], num_fields: int, b
             *given[behind:],
             *defaults[len(given) - behind :],
         )  # the dispatcher omits arguments that have their default values
-        run(compressor, backend, *given[:first], *settings)
+        run(compressor, cls.backend(given[0].device), *given[:first], *settings)
 
     return implemented
 

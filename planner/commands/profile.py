@@ -55,9 +55,13 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     import torch
     import torch.distributed as dist
 
-    backend = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    from gckernels.devices import device_here
+
+    backend = dist.get_default_backend_for_device(device_here())
+    if not dist.is_backend_available(backend):
+        backend = "gloo"
+    if backend != "gloo":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend)
 
     def progress(share: float, name: str) -> None:

@@ -67,9 +67,9 @@ class Description:
 
     def __post_init__(self) -> None:
         if (self.gpu is None) != (self.copies is None):
-            raise MachineError("copies: must be there exactly if device is of kind cuda")
+            raise MachineError("copies: must be there exactly if device is of kind gpu")
         if self.gpu is None and self.codecs:
-            raise MachineError("codecs: published times are those of a device of kind cuda; leave them out")
+            raise MachineError("codecs: published times are those of a device of kind gpu; leave them out")
         for needed, link in ((self.topology.machines, Shared.INTER), (self.topology.devices, Shared.INTRA)):
             if needed > 1 and link not in self.links:
                 what = "machines" if link == Shared.INTER else "devices"

@@ -184,7 +184,7 @@ def _links(entry: Entry) -> dict[Shared, DescribedLink]:
 
 
 def _gpu(entry: Entry) -> Gpu | None:
-    if entry.fields(("kind",), None)["kind"].choice(("cuda", "cpu")) == "cuda":
+    if entry.fields(("kind",), None)["kind"].choice(("gpu", "cpu")) == "gpu":
         return read_record(entry, Gpu, head=("kind",))
     entry.fields(("kind",))
     return None
@@ -201,7 +201,7 @@ DescribedLinks: TypeAlias = Annotated[
     JsonForm(_links, lambda links: {link.value: _known(each) for link, each in links.items()}),
 ]
 Device: TypeAlias = Annotated[
-    Gpu | None, JsonForm(_gpu, lambda gpu: {"kind": "cpu"} if gpu is None else {"kind": "cuda"} | _known(gpu))
+    Gpu | None, JsonForm(_gpu, lambda gpu: {"kind": "cpu"} if gpu is None else {"kind": "gpu"} | _known(gpu))
 ]
 PublishedCodecs: TypeAlias = Annotated[
     Mapping[str, PublishedCodec],

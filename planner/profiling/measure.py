@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import gckernels
 from gckernels.compressor import Compressor
+from gckernels.devices import is_accelerator, name_of
 from gckernels.sync.accuracy.accuracy import candidates_by_default
 from gckernels.sync.communication.agreement import agreed
 from gckernels.sync.communication.collectives import device_of_group, exchange_text
@@ -127,9 +128,7 @@ def measure_profile(
         communicators.close()
     stamp = Stamp(
         hosts=hosts,
-        device=torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"cpu, {torch.get_num_threads()} threads",
+        device=name_of(device) if is_accelerator(device) else f"cpu, {torch.get_num_threads()} threads",
         backend=dist.get_backend(group),
         torch=torch.__version__,
         gckernels=gckernels.__version__,

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gckernels.devices import current_stream, event_behind, is_accelerator
+
 
 class WallClock:
     """The clock of a training on the CPU. A mark takes a tenth of the time of one that knows how long threads wait.
@@ -23,20 +25,18 @@ class WallClock:
         return second - first
 
 
-class CudaClock:
-    """The clock of a training on a GPU: marks are events in its current stream.
+class StreamClock:
+    """The clock of a training on an accelerator: marks are events in the current stream.
 
     Args:
-        device: the GPU.
+        device: the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> torch.Event:
+        return event_behind(current_stream(self._device), is_timed=True)
 
     def seconds(self, first: Any, second: Any) -> float:
         """The seconds between two marks. The host waits until both are reached."""
@@ -45,10 +45,10 @@ class CudaClock:
         return float(first.elapsed_time(second)) * 1e-3
 
     def waiting_s(self, first: Any, second: Any) -> float:
-        """The seconds in which the thread waited for a core between two marks, of which a GPU knows none."""
+        """The seconds in which the thread waited for a core between two marks, of which an accelerator knows none."""
         return 0.0
 
 
 def clock_of(device: torch.device) -> Any:
     """The clock of a training on a device."""
-    return CudaClock(device) if device.type == "cuda" else WallClock()
+    return StreamClock(device) if is_accelerator(device) else WallClock()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from gckernels.devices import device_here
+
 _TEXT_NBYTES = 4096
 CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of errors that a rank has because another one has failed before."""
@@ -19,9 +21,9 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     """The device of the gradients that a group averages: that of this process if the group has a backend for such
     devices, otherwise the CPU. Names of backends do not say it, because the same one may have several."""
     types = {device.type for device in group._device_types}
-    on_cuda = "cuda" in types and torch.cuda.is_available()
-    if on_cuda and group._get_backend(torch.device("cuda")).name() != dist.Backend.GLOO:
-        return torch.device("cuda", torch.cuda.current_device())
+    here = device_here()
+    if here.type in types and group._get_backend(torch.device(here.type)).name() != dist.Backend.GLOO:
+        return here
     return torch.device("cpu")
 
 

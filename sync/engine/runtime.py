@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.futures import Future
 
+from gckernels.devices import future_on
+
 from ..communication.communicators import Communicators
 from ..messages.build import build_message
 from ..messages.message import DenseMessage, Message
@@ -287,7 +289,7 @@ class Runtime(RuntimeState):
 
     def _new_future(self) -> Future[Outcome]:
         # on a device, streams wait for the tensors in its result
-        return Future(devices=[self.device] if self.device.type == "cuda" else None)
+        return future_on(self.device)
 
     def _renew(self, engine: Engine, has_residuals: bool) -> list[Token]:
         """Queue the work by which residuals are copied, follow the gradient scaler, or become what they were before a

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from gckernels.devices import synchronize
+
 from ..messages.seeds import Seeds
 from ..plans.plan import Plan, UnitPlan
 from ..programs.residuals import ENCODINGS
@@ -105,8 +107,8 @@ class RuntimeState:
         nothing is; after a backward that was broken off, messages may be."""
         if self._engine is not None:
             self._engine.lanes.finish()
-            if self.device.type == "cuda" and self._engine.lanes.error is None:
-                torch.cuda.synchronize(self.device)
+            if self._engine.lanes.error is None:
+                synchronize(self.device)
 
     def forget(self) -> None:
         """Drop everything that residuals hold, because others will be loaded."""
@@ -156,8 +158,7 @@ class RuntimeState:
         units, copies = self.plan.units, self._copies
         if self._engine is None:
             return [False] * len(units), False
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self._settle()
         now = [self._holds(unit, self._feedback.get) for unit in units]
         if copies is None:

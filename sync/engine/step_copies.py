@@ -22,6 +22,8 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gckernels.devices import is_accelerator
+
 from ..plans.plan import Plan
 from ..programs.residuals import ENCODINGS
 from ..programs.steps import Place
@@ -265,5 +267,5 @@ def _to_memory(value: torch.Tensor, memory: torch.device) -> torch.Tensor:
     """``value`` on the device ``memory``. The copy is asynchronous: the host must wait for the device to read it."""
     if value.device.type == memory.type:
         return value
-    there = torch.empty_like(value, device=memory, pin_memory=value.is_cuda)
+    there = torch.empty_like(value, device=memory, pin_memory=is_accelerator(value.device))
     return there.copy_(value, non_blocking=True)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from gckernels.devices import event_behind, profiler_range, synchronize
+
 from ..messages.message import Message
 from ..programs.stages import Resource, spec_to_json
 from ..resources.lane_kinds import Lane
@@ -128,18 +130,15 @@ class TimelineRecorder:
         finally:
             self._spans.append(_Span(lane, event, start, time.perf_counter_ns()))
 
-    def _on_stream(self, work: Work, lane: Lane, stream: torch.cuda.Stream, event: dict[str, Any]) -> None:
+    def _on_stream(self, work: Work, lane: Lane, stream: torch.Stream, event: dict[str, Any]) -> None:
         if stream.device not in self._clocks:
             self._clocks[stream.device] = _DeviceClock(stream)
-        start, end = _device_event(), _device_event()
-        torch.cuda.nvtx.range_push(f"{event['name']}, step {event['args']['step']}")  # type: ignore[no-untyped-call]
-        start.record(stream)
-        try:
-            work()
-        finally:
-            end.record(stream)
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-            self._spans.append(_Span(lane, event, start, end))
+        with profiler_range(stream.device, f"{event['name']}, step {event['args']['step']}"):
+            start = event_behind(stream, is_timed=True)
+            try:
+                work()
+            finally:
+                self._spans.append(_Span(lane, event, start, event_behind(stream, is_timed=True)))
 
     def record(self, wait: bool) -> Record:
         """The recording so far, with times in nanoseconds since the epoch.
@@ -150,7 +149,7 @@ class TimelineRecorder:
         """
         if wait:
             for device in self._clocks:
-                torch.cuda.synchronize(device)
+                synchronize(device)
         spans = list(self._spans)  # a copy: lanes may still append
         timed = [(times, span) for span in spans if (times := self._times_ns(span)) is not None]
         timed.sort(key=lambda each: each[0])
@@ -201,20 +200,15 @@ class _DeviceClock:
     Construction waits for the work on ``stream``. A minute later the conversion is still exact to some microseconds.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._anchor = _device_event()
-        self._anchor.record(stream)
+    def __init__(self, stream: torch.Stream) -> None:
+        self._anchor = event_behind(stream, is_timed=True)
         self._anchor.synchronize()
         self._anchor_ns = time.perf_counter_ns()
 
-    def host_ns(self, event: torch.cuda.Event) -> int:
+    def host_ns(self, event: torch.Event) -> int:
         """The time of an event in nanoseconds of the host's monotonic clock."""
         elapsed_ms: float = self._anchor.elapsed_time(event)
         return self._anchor_ns + round(elapsed_ms * 1e6)
-
-
-def _device_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _anchor_ns() -> int:

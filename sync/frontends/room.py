@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gckernels.devices import allocated_nbytes, is_accelerator
+
 from ..plans.numbers import volume
 
 
@@ -25,15 +27,9 @@ class Room:
 
     @staticmethod
     def of(device: torch.device) -> Room | None:
-        """The memory of a CUDA device now; ``None`` for any other device, and if its allocator does not say."""
-        if device.type != "cuda":
-            return None
-        try:
-            taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-            free, _ = torch.cuda.mem_get_info(device)
-            return Room(taken, peak, torch.cuda.memory_reserved(device) + free)
-        except RuntimeError:  # an allocator of the user
-            return None
+        """The memory of an accelerator now; ``None`` for a CPU, and if the allocator does not say."""
+        nbytes = allocated_nbytes(device) if is_accelerator(device) else None
+        return None if nbytes is None else Room(*nbytes)
 
 
 def require_room(before: Room | None, after: Room | None) -> None:

@@ -1,12 +1,12 @@
-"""The kinds of lanes: queues of threads, CUDA streams, and streams that threads feed.
+"""The kinds of lanes: queues of threads, streams of an accelerator, and streams that threads feed.
 
 A stage is submitted to its lane with the *tokens* of the work that must be done before it, and returns a token itself.
 Submission never blocks.
 
 - :class:`ThreadLane` is a queue whose work is done by threads that the lanes of the host share. It is for CPU tensors
   and Gloo, whose collectives block the calling thread (and must never be called from a future's callback).
-- :class:`StreamLane` is a CUDA stream; the submitting thread enqueues the work immediately, and a token is an event.
-  The host never waits.
+- :class:`StreamLane` is a stream of an accelerator; the submitting thread enqueues the work immediately, and a token is
+  an event. The host never waits.
 - :class:`FedStreamLane` is both: a thread that enqueues on a stream, for programs with steps on the host of a device.
 """
 
@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
+
+from gckernels.devices import event_behind, on_stream
 
 from ..programs.lanes import IN_FLIGHT
 from .stage import Stage
@@ -37,7 +39,7 @@ class Lane(ABC):
         stream: the stream on which work is enqueued; ``None`` if the host does the work.
     """
 
-    def __init__(self, name: str, failure: LaneFailure, stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, name: str, failure: LaneFailure, stream: torch.Stream | None = None) -> None:
         self.name, self.failure, self.stream = name, failure, stream
 
     def submit_stage(self, stage: Stage, after: Sequence[Token]) -> Token:
@@ -95,10 +97,10 @@ class Lane(ABC):
             failed: called with the first error, if there is one, instead of or after ``work``.
         """
 
-    def _enqueue(self, work: Work, after: Sequence[Token], failed: Failed | None) -> torch.cuda.Event:
+    def _enqueue(self, work: Work, after: Sequence[Token], failed: Failed | None) -> torch.Event:
         """Run ``work``, which enqueues kernels, on the stream behind the events of ``after``; an event behind it."""
         assert self.stream is not None
-        with torch.cuda.stream(self.stream):
+        with on_stream(self.stream):
             for before in after:
                 if before.event is not None:
                     self.stream.wait_event(before.event)
@@ -126,7 +128,7 @@ class ThreadLane(Lane):
         name: str,
         failure: LaneFailure,
         queue: Queue,
-        stream: torch.cuda.Stream | None = None,
+        stream: torch.Stream | None = None,
         put: Callable[[Task], None] | None = None,
     ) -> None:
         super().__init__(name, failure, stream)
@@ -193,7 +195,7 @@ class _Collective:
 
 
 class StreamLane(Lane):
-    """A CUDA stream on which the submitting thread enqueues work, behind the events of ``after``.
+    """A stream on which the submitting thread enqueues work, behind the events of ``after``.
 
     No token in ``after`` may be that of a thread.
     """
@@ -203,7 +205,7 @@ class StreamLane(Lane):
 
 
 class FedStreamLane(ThreadLane):
-    """A CUDA stream on which a thread enqueues work in the order of submission.
+    """A stream on which a thread enqueues work in the order of submission.
 
     It is for messages with steps on the host. Work after such a step can be enqueued only when a host thread has
     finished, and the submitting thread must not wait for that. All lanes of the device are then of this kind, so that
@@ -212,10 +214,3 @@ class FedStreamLane(ThreadLane):
 
     def _do(self, task: Task) -> None:
         task.event = self._enqueue(task.work, task.after, task.failed)
-
-
-def event_behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event behind the work on ``stream``. A thread that waits for the event sleeps instead of polling."""
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event

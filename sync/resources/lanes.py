@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gckernels.devices import current_stream, event_behind, is_accelerator, new_stream
+
 from ..programs.lanes import MAX_PHASES, LaneKey, lane_key
 from ..programs.stages import Resource
-from .lane_kinds import FedStreamLane, Lane, StreamLane, ThreadLane, event_behind
+from .lane_kinds import FedStreamLane, Lane, StreamLane, ThreadLane
 from .workers import LaneFailure, Pool, Queue, Token
 
 if TYPE_CHECKING:
@@ -45,9 +47,9 @@ class DeviceLanes:
         self.device = device
         self.failure = LaneFailure()
         self._lanes: dict[tuple[LaneKey, int], Lane] = {}
-        self._streams: dict[LaneKey, torch.cuda.Stream] = {}
+        self._streams: dict[LaneKey, torch.Stream] = {}
         self._pools = [Pool("lanes", self.failure)]
-        self._feeder = self._thread("collectives") if offloads and device.type == "cuda" else None
+        self._feeder = self._thread("collectives") if offloads and is_accelerator(device) else None
         self._rounds: Rounds | None = None
         if self._feeder is not None:
             order = importlib.import_module(".collective_order", __package__)
@@ -68,11 +70,11 @@ class DeviceLanes:
         return self._lanes[key]
 
     def _new(self, key: LaneKey, phase: int) -> Lane:
-        if self.device.type != "cuda" or key.resource.on_host:
+        if not is_accelerator(self.device) or key.resource.on_host:
             communicates = key.resource.does == "communicate"
             return ThreadLane(key.name, self.failure, Queue(self._pools[0], keeps_thread=communicates))
         if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._streams[key] = new_stream(self.device)
         stream = self._streams[key]
         if self._feeder is None or self._rounds is None:
             return StreamLane(key.name, self.failure, stream)
@@ -111,8 +113,8 @@ class DeviceLanes:
 
     def here(self) -> Token:
         """A token for the work of the calling thread so far (on a device, that on the current stream)."""
-        on_cuda = self.device.type == "cuda"
-        return Token(event_behind(torch.cuda.current_stream(self.device)) if on_cuda else None, is_done=True)
+        later = is_accelerator(self.device)
+        return Token(event_behind(current_stream(self.device)) if later else None, is_done=True)
 
     def settle(self) -> None:
         """After a failure, wait until no thread computes. Collectives, which may wait for their timeouts, go on."""

@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from gckernels.devices import is_accelerator
+
 from ..programs.steps import Place
 
 Allocate = Callable[[Sequence[int], torch.dtype, Place], torch.Tensor]
@@ -53,10 +55,10 @@ class Places:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, place: Place) -> torch.Tensor:
         """A new tensor of zeros at ``place``.
 
-        On the host of a CUDA device it is pinned, so that copies between the two are asynchronous.
+        On the host of an accelerator it is pinned, so that copies between the two are asynchronous.
         """
         memory = self.memory(place)
-        pinned = memory.type == "cpu" and self.device.type == "cuda"
+        pinned = memory.type == "cpu" and is_accelerator(self.device)
         return torch.zeros(*shape, dtype=dtype, device=memory, pin_memory=pinned)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from gckernels.devices import current_stream, is_accelerator
+
 IsUsed = Callable[[str], torch.Tensor | bool]
 """Tells whether any rank has used the unit of a key: a bool, or a number on a device that is above 0."""
 
@@ -60,8 +62,8 @@ class Unused:
         copies, self._copies, self._is_used = self._copies, [], None
         for key, residual, copy in copies:
             used = is_used(key)
-            if isinstance(used, torch.Tensor) and used.is_cuda and residual.is_cuda:
-                copy.record_stream(torch.cuda.current_stream(copy.device))
+            if isinstance(used, torch.Tensor) and used.device == residual.device and is_accelerator(used.device):
+                copy.record_stream(current_stream(copy.device))
                 torch.where(used > 0, residual, copy, out=residual)
             elif not used:
                 residual.copy_(copy)

@@ -47,7 +47,7 @@ class Token:
 
     __slots__ = ("event", "followers", "is_done")
 
-    def __init__(self, event: torch.cuda.Event | None = None, is_done: bool = False) -> None:
+    def __init__(self, event: torch.Event | None = None, is_done: bool = False) -> None:
         self.event, self.is_done = event, is_done
         self.followers: list[Callable[[], Task | None]] = []
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gckernels
+from gckernels.devices import is_accelerator, name_of
 
 from ..communication.cores import Cores
 from ..frontends.sharded.shard_groups import ShardGroup
@@ -235,8 +236,8 @@ def _source(steps: int, ranks: RecordingRanks, excluded: float) -> str:
         excluded: the part of a step that is excluded.
     """
     where = f"{platform.machine()} with {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    if ranks.device.type == "cuda":
-        where = torch.cuda.get_device_name(ranks.device)
+    if is_accelerator(ranks.device):
+        where = name_of(ranks.device)
     if excluded >= _NOTABLE:
         where += f", without the {excluded:.0%} of the time in which other programs had the cores"
     return (

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
+from gckernels.devices import synchronize
+
 from ..communication.cores import Moment
 from ..frontends.sharded.shard_groups import ShardGroup
 from ..frontends.sharded.stand_ins import ReplicaGroup, ShardComm
@@ -49,8 +51,7 @@ class ComputingClock(HostClock):
             self._lost = self._lost[0] + now.elapsed_s(start), self._lost[1] + now.waiting_s(start)
 
     def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
 
 
 @dataclass

@@ -16,13 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..communication.clocks import CudaClock
+from gckernels.devices import is_accelerator
+
+from ..communication.clocks import StreamClock
 from ..communication.cores import Moment
 from ..frontends.checks.hooks import ModelHook
 from ..frontends.checks.models import on_accumulated
 from ..frontends.ddp.step_ends import hook_gradients, misses_gradients
 
-Mark: TypeAlias = "Moment | torch.cuda.Event"
+Mark: TypeAlias = "Moment | torch.Event"
 
 
 class Clock(Protocol):
@@ -55,7 +57,7 @@ class HostClock:
 
 def recording_clock(device: torch.device) -> Clock:
     """The clock of a recording on a device."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+    return StreamClock(device) if is_accelerator(device) else HostClock()
 
 
 # -------------------------------------------------------------------- steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,11 +235,16 @@ def test_ranks_can_compare_how_they_multiply_matrices(monkeypatch):
     assert "eager torch" in method.arithmetic(cpu)
     found = set()
     for capability in ((8, 0), (9, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        properties = SimpleNamespace(major=capability[0], minor=capability[1], gcnArchName="gfx90a:sramecc+:xnack-")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, of=properties: of)
         found.add(method.arithmetic(gpu))
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # whose gfx90a says 9.0, as an H100 does
     found.add(method.arithmetic(gpu))
-    assert len(found) == 3 and all("capability" in each for each in found)
+    assert len(found) == 3 and {each.partition(" on ")[2] for each in found} == {
+        "compute capability 8.0 of NVIDIA",
+        "compute capability 9.0 of NVIDIA",
+        "gfx90a of AMD",
+    }
 
 
 def test_the_host_path_is_compiled():

@@ -37,6 +37,7 @@ import torch
 import triton
 
 from ...compressor import Compressor, Traits
+from ...devices import architecture_of, is_accelerator
 from ...registration import register
 from ...toolkit.fields import require_in, shown
 from ...toolkit.payload import ALIGN_NBYTES, round_up
@@ -94,10 +95,8 @@ class PowerSGD(Compressor):
     def arithmetic(self, device: torch.device) -> str:
         """The device and the compiler, whose products of matrices add in an order of their own; nothing for C on the
         CPU. Few columns are multiplied without tensor cores, but bases are made with those for fp64."""
-        if device.type == "cuda":
-            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            maker = "AMD" if torch.version.hip else "NVIDIA"  # whose capabilities have the same numbers
-            return f"PowerSGD by Triton {triton.__version__} on compute capability {capability} of {maker}"
+        if is_accelerator(device):
+            return f"PowerSGD by Triton {triton.__version__} on {architecture_of(device)}"
         if build() is None:
             return f"PowerSGD by eager torch on a CPU with {torch.backends.cpu.get_cpu_capability()}"
         return ""

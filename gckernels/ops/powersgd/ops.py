@@ -18,6 +18,7 @@ import torch
 
 from ...arguments import check_added
 from ...codec import GRAD_DTYPES
+from ...devices import ACCELERATOR_KEYS
 from . import host, kernels
 from .reference import MAX_RANK
 
@@ -276,7 +277,7 @@ class _Meta:
 
 
 _NOWHERE, _META = _Nowhere(), _Meta()
-_PLACES = {"CPU": host, "CUDA": kernels, "CompositeExplicitAutograd": _NOWHERE}
+_PLACES = {"CPU": host, **dict.fromkeys(ACCELERATOR_KEYS, kernels), "CompositeExplicitAutograd": _NOWHERE}
 
 for _schema, _op in _OPS.items():
     _name = _schema.partition("(")[0]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ...codec import SEED_MASK, Backend, Decoding, Encoding, Recoding, Work
+from ...devices import current_stream, is_accelerator
 from ..payload import round_up
 from .launch import BoundLaunch, Launch, record_launches
 
@@ -194,7 +195,7 @@ _of_thread = _OfThread()
 
 def _shared(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory of at least ``nbytes`` for this thread and the current stream; all bound units there share and keep it."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = current_stream(device).stream_id if is_accelerator(device) else 0
     memory = _of_thread.memory.get((device, stream))
     if memory is None or memory.numel() < nbytes:
         memory = _of_thread.memory[device, stream] = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gckernels.devices import is_accelerator, new_stream, on_stream
 from gckernels.sync.communication.communicators import Communicators
 from gckernels.sync.communication.links import RankConnections
 from gckernels.sync.messages.collectives import bind_collective
@@ -105,10 +106,10 @@ def _at_once(channels: Collection[Sequence[Issue]], device: torch.device, length
     """Seconds of a train on each channel when all have one at the same time."""
 
     def run(calls: Sequence[Issue]) -> float:
-        on_stream: Any = nullcontext()
-        if device.type == "cuda":
-            on_stream = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-        with on_stream:
+        context: Any = nullcontext()
+        if is_accelerator(device):
+            context = on_stream(new_stream(device))
+        with context:
             return train(calls, device, length)[2]
 
     with ThreadPoolExecutor(len(channels)) as pool:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gckernels.devices import is_accelerator, synchronize
 from gckernels.sync.resources.stage import Issue, Wait
 
 from .session import Session
@@ -56,7 +57,7 @@ def measure_taken(
         beside_s = backward.seconds(count, starts)
         without_s, beside_s = session.ranks.slowest((without_s, beside_s))
         pairs.append((without_s, beside_s))
-    own_cores = None if session.places.device.type == "cuda" else cores
+    own_cores = None if is_accelerator(session.places.device) else cores
     return agreed_taken(pairs[1:], alone_s, cores_s, own_cores)  # in the first round everything is new
 
 
@@ -137,8 +138,7 @@ class _Backward:
                 self._model.zero_grad()
                 loss: Any = self._model(self._batch).square().mean()
                 loss.backward()
-        if self._batch.is_cuda:
-            torch.cuda.synchronize(self._batch.device)
+        synchronize(self._batch.device)
         elapsed_s = time.perf_counter() - start_s
         for wait in waits:
             wait()

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import torch
 
+from gckernels import devices
+from gckernels.devices import is_accelerator, memory_nbytes
+
 from ...machines.curves import CopyCurve
 from ...machines.machine import Shared
 from ...machines.profile import WARNED_ERROR
@@ -37,8 +40,8 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 @functools.cache
 def cache_nbytes(device: torch.device) -> int:
     """The size of the largest cache of a device; 32 MiB if it is not known."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    if is_accelerator(device):
+        return devices.cache_nbytes(device) or _DEFAULT_NBYTES
     sizes = [_DEFAULT_NBYTES // 32]
     for path in _CACHES.glob("index*/size"):
         try:
@@ -56,8 +59,8 @@ def rank_nbytes(device: torch.device, ranks: int) -> int:
         device: its device.
         ranks: the number of ranks on its host, which share the memory of the host.
     """
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if is_accelerator(device):
+        return memory_nbytes(device)
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # "max", or no such file, where nothing limits the container
         nbytes = min(nbytes, int(_CONTAINER.read_text()))
@@ -189,7 +192,9 @@ def _copy(session: Session, arena: Arena, resource: Shared, nbytes: int) -> tupl
     count = nbytes // 4
     source, target = arena.grads[:count], arena.outs[-count:]
     if resource in (Shared.TO_HOST, Shared.TO_DEVICE):
-        on_host = torch.empty(count, dtype=torch.float32, device="cpu", pin_memory=session.places.device.type == "cuda")
+        on_host = torch.empty(
+            count, dtype=torch.float32, device="cpu", pin_memory=is_accelerator(session.places.device)
+        )
         source, target = (source, on_host) if resource == Shared.TO_HOST else (on_host, target)
     arena.flush(whole=False)
     watch = Stopwatch(arena.device, session.clock)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from gckernels.devices import is_accelerator
 from gckernels.sync.engine.engine import Engine
 from gckernels.sync.messages.message import Message
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
@@ -127,7 +128,7 @@ def _hooks(session: Session) -> tuple[float, float]:
 def _backward_s(model: DistributedDataParallel, batch: torch.Tensor) -> float:
     """Seconds of the thread that runs backward: on the CPU this one, and only those in which it computes."""
     loss = model(batch).square().mean()
-    clock = time.perf_counter if batch.is_cuda else time.thread_time
+    clock = time.perf_counter if is_accelerator(batch.device) else time.thread_time
     start_s = clock()
     loss.backward()
     elapsed_s = clock() - start_s

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from gckernels.sync.communication.clocks import CudaClock, WallClock
+from gckernels.devices import is_accelerator
+from gckernels.sync.communication.clocks import StreamClock, WallClock
 from gckernels.sync.communication.ranks import Ranks
 from gckernels.sync.programs.topology import Topology
 from gckernels.sync.resources.memory_spaces import Places
@@ -128,7 +129,7 @@ class Session:
 class Stopwatch:
     """Measures the time between marks, and the CPU time of the process.
 
-    On CUDA a mark is an event of the current stream, so what is measured is the work of the device.
+    On an accelerator a mark is an event of the current stream, so what is measured is the work of the device.
 
     Args:
         device: the device that does the work.
@@ -136,7 +137,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock: Any = CudaClock(device) if device.type == "cuda" else WallClock(clock)
+        self._clock: Any = StreamClock(device) if is_accelerator(device) else WallClock(clock)
         self._marks: list[Any] = []
         self._cpu_s = time.process_time()
 
@@ -145,7 +146,7 @@ class Stopwatch:
         self._marks.append(self._clock.mark())
 
     def seconds(self) -> list[float]:
-        """Seconds from the first mark to every mark. On CUDA, waits for the last one."""
+        """Seconds from the first mark to every mark. On an accelerator, waits for the last one."""
         return [self._clock.seconds(self._marks[0], mark) for mark in self._marks]
 
     def cores_s(self) -> float:

@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from gckernels.devices import future_on
+
 from ...engine.failures import FailedBucket, Outcome, failure
 from ..frontend import Before
 from .step_ends import in_join
@@ -106,7 +108,7 @@ class Averages:
             ranks = torch.full((1,), float(has_inputs), dtype=torch.float32, device=buffer.device)
             dist.all_reduce(ranks, group=ddp_model.process_group)
             self._share = 1.0 / max(ranks.item(), 1.0)
-        return Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
+        return future_on(buffer.device)
 
     def _start(self, buffer: torch.Tensor, future: Future[Outcome]) -> None:
         with torch.no_grad():

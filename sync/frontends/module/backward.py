@@ -9,6 +9,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from gckernels.devices import is_accelerator
+
 from ...communication.agreement import named
 from ...engine.failures import Outcome, wait_for
 from ...engine.runtime import Runtime
@@ -338,8 +340,8 @@ class Backward:
         The host waits for a device only if this rank has not used all of them. Everything else of the step has been
         enqueued before, so all ranks issue their collectives in the same order.
         """
-        on_cuda = self.runtime.device.type == "cuda"
-        mine = torch.tensor(used, dtype=torch.int32, device="cpu", pin_memory=on_cuda)
+        pinned = is_accelerator(self.runtime.device)
+        mine = torch.tensor(used, dtype=torch.int32, device="cpu", pin_memory=pinned)
         everywhere = mine.to(self.runtime.device, non_blocking=True)
         with named(self.runtime.group, "the comparison of unused parameters", step=self.runtime.step - 1):
             dist.all_reduce(everywhere, op=dist.ReduceOp.MAX, group=self.runtime.group)

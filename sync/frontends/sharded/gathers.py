@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 from torch.futures import Future
 
+from gckernels.devices import current_stream, future_on, is_accelerator
+
 from ...communication.communicators import Communicators
 from ...engine.engine import Engine
 from ...engine.failures import FailedBucket, Outcome, wait_for
@@ -63,8 +65,8 @@ class GatherBuffer(RowBuffer):
         self.forget()
         self.future: Future[Outcome] | None = None  # the last gather's
         self._borrower: ShardGroup | None = None
-        self._filled: torch.cuda.Stream | None = None  # where the shards of this rank were copied into it
-        self._read: torch.cuda.Stream | None = None  # where the parameters were copied out of it
+        self._filled: torch.Stream | None = None  # where the shards of this rank were copied into it
+        self._read: torch.Stream | None = None  # where the parameters were copied out of it
 
     @property
     def is_free(self) -> bool:
@@ -75,8 +77,8 @@ class GatherBuffer(RowBuffer):
 
     def lend(self, borrower: ShardGroup, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The memory, ``[numel]``, for the parameters of a group."""
-        if self._device.type == "cuda":
-            here = torch.cuda.current_stream(self._device)
+        if is_accelerator(self._device):
+            here = current_stream(self._device)
             if self.future is not None:
                 self.future.wait()
             # FSDP itself lets a stream into which it gathers again wait for what it has copied out
@@ -88,8 +90,8 @@ class GatherBuffer(RowBuffer):
 
     def note_reader(self) -> None:
         """Note that parameters are copied out in the current stream."""
-        if self._device.type == "cuda":
-            self._read = torch.cuda.current_stream(self._device)
+        if is_accelerator(self._device):
+            self._read = current_stream(self._device)
 
     def forget(self) -> None:
         """Drop all messages, and the memory of their payloads."""
@@ -177,7 +179,7 @@ class Gathers:
         lanes = self._engine.lanes
         if (error := lanes.error) is not None:
             raise self._engine.failures.raised(error, "a gather failed before")
-        future: Future[Outcome] = Future(devices=[self._device] if self._device.type == "cuda" else None)
+        future: Future[Outcome] = future_on(self._device)
         buffer.future = future
         rows, is_known = output.view(self._ranks, -1), self._is_known[index]
         copy = self._copy(index, rows) if self._keeps_copy and self._parameters[index] else None

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch.futures import Future
 
+from gckernels.devices import current_stream, event_behind, is_accelerator, on_stream
+
 from ...engine.failures import Outcome, wait_for
 
 
@@ -49,14 +51,14 @@ class ShardBuffer(RowBuffer):
         self._sent: Future[Outcome] | None = None
         self._check: Callable[[], object] = lambda: None
         self._finish: Callable[[], object] | None = None
-        self._free: torch.cuda.Event | None = None
-        self._filled: torch.cuda.Stream | None = None
+        self._free: torch.Event | None = None
+        self._filled: torch.Stream | None = None
 
     def rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The memory for gradients, ``[numel]``, when what was in it has arrived."""
         self.settle()
-        if self._device.type == "cuda":
-            self._filled = torch.cuda.current_stream(self._device)
+        if is_accelerator(self._device):
+            self._filled = current_stream(self._device)
         if self._free is not None:
             self._free.wait()
         return super().rows(numel, dtype)
@@ -68,8 +70,9 @@ class ShardBuffer(RowBuffer):
         own stream, in which it asks for the reduction, waits for earlier results as well.
         """
         divides = torch.float16 in self._memory  # FSDP divides such gradients in its own stream
-        is_here = self._filled is None or divides or not self.holds(vector)
-        return contextlib.nullcontext() if is_here else torch.cuda.stream(self._filled)
+        if self._filled is None or divides or not self.holds(vector):
+            return contextlib.nullcontext()
+        return on_stream(self._filled)
 
     def send(self, sent: Future[Outcome], check: Callable[[], object], finish: Callable[[], object]) -> None:
         """Note that the memory is in use.
@@ -94,5 +97,5 @@ class ShardBuffer(RowBuffer):
         self._check()
         wait_for([sent])
         finish()
-        if self._device.type == "cuda":
-            self._free = torch.cuda.current_stream(self._device).record_event()
+        if is_accelerator(self._device):
+            self._free = event_behind(current_stream(self._device))

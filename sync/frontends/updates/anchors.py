@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from gckernels.devices import is_accelerator
+
 from ...engine.failures import Outcome, wait_for
 from ...plans.strides import grad_strides
 from ..members import Members
@@ -142,7 +144,7 @@ class Anchors:
 
 def _anchor(parameter: torch.Tensor, device: torch.device) -> torch.nn.Parameter:
     dtype = torch.promote_types(parameter.dtype, torch.float32)
-    is_pinned = device.type == "cpu" and parameter.is_cuda  # the device copies from there by itself
+    is_pinned = device.type == "cpu" and is_accelerator(parameter.device)  # the device copies from there by itself
     strides = grad_strides(parameter)
     values = torch.empty_strided(parameter.shape, strides, dtype=dtype, device=device, pin_memory=is_pinned)
     return torch.nn.Parameter(values.copy_(parameter.detach()))

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from gckernels.devices import current_stream, event_behind, is_accelerator
+
 from ...communication.ranks import Ranks
 from ...resources.error_probe import ProbeSchedule, Readings
 from ..trials.spans import StepSpans, bounds_of, of_all_ranks
@@ -66,7 +68,7 @@ class _Question:
     due: int
     keys: tuple[str, ...]
     answer: torch.Tensor
-    is_there: torch.cuda.Event | None = None
+    is_there: torch.Event | None = None
     readings: Readings | None = None
     work: dist.Work | None = None
 
@@ -95,7 +97,7 @@ class Monitor:
         self._group, self._device, self._window = ranks.group, ranks.device, window
         self._watch, self._keys = watch, keys if watch is not None else ()
         self._low_rank = low_rank if watch is not None else ()
-        self._answer_steps = ANSWER_STEPS if ranks.device.type == "cuda" else 0  # the last spans are not over yet
+        self._answer_steps = ANSWER_STEPS if is_accelerator(ranks.device) else 0  # the last spans are not over yet
         self._spans, self._count = spans, 0
         spans.meet()
         self._question: _Question | None = None
@@ -133,13 +135,12 @@ class Monitor:
             self._spans.meet()
         else:
             self._spans.forget()
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             return _Question(self._count + 1, keys, sent, work=work)
         work.wait()  # the stream waits, the host does not
         answer = torch.empty(sent.shape, dtype=sent.dtype, device="cpu", pin_memory=True)
         answer.copy_(sent, non_blocking=True)
-        is_there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        is_there.record()
+        is_there = event_behind(current_stream(self._device))
         return _Question(self._count + self._answer_steps, keys, answer, is_there, readings)
 
     def _norms(self, readings: Readings) -> torch.Tensor:

@@ -136,7 +136,7 @@ FAULTS = [
     ("topology.machines", 0, "topology.machines must be an integer from 1 to 1048576, got 0"),
     ("topology.machines", 2.0, "topology.machines must be an integer"),
     ("topology.racks", 2, "topology must be an object with no other keys than machines, devices, got one with 'racks'"),
-    ("device.kind", "tpu", "device.kind must be one of cuda, cpu, got 'tpu'"),
+    ("device.kind", "tpu", "device.kind must be one of gpu, cpu, got 'tpu'"),
     ("device.kind", "cpu", "device must be an object with no other keys than kind, got one with 'codec_efficiency'"),
     ("device.memory_byte_per_s", -1, "device.memory_byte_per_s must be .* number above 0 and at most 1e\\+18, got -1"),
     ("device.memory_byte_per_s", 0, "device.memory_byte_per_s must be a finite number above 0"),

@@ -21,6 +21,8 @@ from gckernels.sync.resources.lane_kinds import FedStreamLane, ThreadLane
 from gckernels.sync.resources.lanes import DeviceLanes
 from gckernels.sync.resources.workers import LaneFailure, Pool, Queue, Token
 
+GPU = torch.device("cuda")
+
 
 @dataclass
 class Stream:
@@ -28,6 +30,7 @@ class Stream:
 
     log: list[Any] = field(default_factory=list)
     broken: bool = False
+    device: torch.device = GPU
 
     def wait_event(self, event: Event | str) -> None:
         self.log.append(("wait", event))
@@ -41,6 +44,7 @@ class Event:
     """A fake event after the work of a stream. A thread may wait for it only if the event blocks, so that the thread
     sleeps."""
 
+    enable_timing: bool = False
     blocking: bool = False
     where: int = 0
 
