@@ -82,6 +82,14 @@ def synchronize(device: torch.device) -> None:
         _module(device).synchronize(device)
 
 
+def used_here(*tensors: torch.Tensor | None) -> None:
+    """Keep the memory of tensors until the current stream has done what it has been given so far, even if nobody keeps
+    the tensors. It is for tensors that were made on another stream, to which their memory would go back at once."""
+    for tensor in tensors:
+        if tensor is not None and is_accelerator(tensor.device):
+            tensor.record_stream(current_stream(tensor.device))
+
+
 def future_on(device: torch.device) -> Future[Any]:
     """A future whose value is a tensor on a device.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.futures import Future
@@ -78,6 +78,10 @@ class FailedBucket:
     def error(self) -> Exception:
         """The error that training raises."""
         return self._make()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a future on a device pickles its value to find the tensors in it, of which this has none
+        return FailedBucket, (None,)
 
     def __str__(self) -> str:
         raise self.error

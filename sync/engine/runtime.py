@@ -345,7 +345,9 @@ class Runtime(RuntimeState):
         return self._feedback.nbytes() + (0 if self._copies is None else self._copies.nbytes())
 
     def residuals(self) -> Iterator[torch.Tensor]:
-        """The values of each residual of this rank; with a gradient scaler, those of scaled gradients."""
+        """The values of each residual of this rank; with a gradient scaler, those of scaled gradients. Waits until
+        nothing changes them."""
+        self.settle()
         return (residual.values() for kind, _, residual in self._feedback.items() if kind in ENCODINGS)
 
     def close(self) -> None:

@@ -67,8 +67,7 @@ class RuntimeState:
         Args:
             device: device of the tensors, which are copies; by default that of each residual.
         """
-        if self._engine is not None and self._engine.lanes.error is not None:
-            self._engine.lanes.settle()
+        self.settle()
         self._settle()
         feedback = self._feedback.state_dict(device)
         if self._copies is not None:
@@ -103,12 +102,16 @@ class RuntimeState:
         return job
 
     def settle(self) -> None:
-        """Wait until nothing is on its way, because what residuals hold is about to be replaced. After a normal step
-        nothing is; after a backward that was broken off, messages may be."""
-        if self._engine is not None:
+        """Wait until nothing changes residuals any more, because they are about to be read or replaced. After a normal
+        step nothing does; after an exact one, which waits for none, they may still be brought to another scale, and
+        after a backward that was broken off messages may be on their way."""
+        if self._engine is None:
+            return
+        if self._engine.lanes.error is not None:
+            self._engine.lanes.settle()
+        else:
             self._engine.lanes.finish()
-            if self._engine.lanes.error is None:
-                synchronize(self.device)
+            synchronize(self.device)
 
     def forget(self) -> None:
         """Drop everything that residuals hold, because others will be loaded."""
@@ -158,7 +161,7 @@ class RuntimeState:
         units, copies = self.plan.units, self._copies
         if self._engine is None:
             return [False] * len(units), False
-        synchronize(self.device)
+        self.settle()
         self._settle()
         now = [self._holds(unit, self._feedback.get) for unit in units]
         if copies is None:

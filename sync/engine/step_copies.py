@@ -22,7 +22,7 @@ import torch
 from torch.amp import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gckernels.devices import is_accelerator
+from gckernels.devices import is_accelerator, used_here
 
 from ..plans.plan import Plan
 from ..programs.residuals import ENCODINGS
@@ -64,7 +64,6 @@ class StepCopies:
         self._thrown: set[str] = set()  # units for which it does not count
         # units in optimizer steps since the last begin: a tensor that is not zero if the step is skipped, or None
         self._made: dict[str, torch.Tensor | None] = {}
-        self._in_use: Any = None  # not to be freed until streams have used it
         self._of_optimizers: weakref.WeakKeyDictionary[Any, tuple[int, list[str]]] = weakref.WeakKeyDictionary()
         weak = weakref.ref(self)
 
@@ -141,7 +140,6 @@ class StepCopies:
             renewals.append((Place.DEVICE if memory.type == self._device.type else Place.HOST, renewal))
         self._scale, self._follows_step, self._discarded, self._made = scale, has_residuals, None, {}
         self._thrown.clear()
-        self._in_use = renewals
         return [(place, renewal.run) for place, renewal in renewals]
 
     def _read_scale(self) -> tuple[torch.Tensor, Callable[[str, str], torch.Tensor | None]]:
@@ -254,6 +252,7 @@ class _Renewal:
 
         A factor that is a power of two, as those of torch's scaler are, changes no bits of the result.
         """
+        used_here(self.skipped, self.factor)
         tensors = [residual.tensor for residual in self.residuals]
         if self.skipped is not None:
             for tensor, copy in zip(tensors, self.copies, strict=True):

@@ -36,7 +36,9 @@ class Passes:
     @property
     def have_failed(self) -> bool:
         """Whether a backward in which gradients have come is gone without having ended."""
-        return any(end() is None for end in self._ends.values())
+        # outside of all backwards none can end any more; the thread of a device may not have dropped a failed one yet
+        is_outside = torch._C._current_graph_task_id() == NO_TASK
+        return any(is_outside or end() is None for end in self._ends.values())
 
     def see(self) -> bool:
         """Note that a gradient has come in the backward that runs now. Return whether one before it has failed."""

@@ -14,6 +14,7 @@ from torch.futures import Future
 from gckernels.sync import Topology
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.engine.engine import Engine
+from gckernels.sync.engine.failures import FailedBucket
 from gckernels.sync.messages.message import DenseMessage, Message
 from gckernels.sync.programs.stages import IN_PLACE_STAGES, Resource
 from gckernels.sync.resources.lanes import DeviceLanes
@@ -137,3 +138,9 @@ def test_its_failure_is_one_of_all_lanes(engine, at_once):
     assert isinstance(engine.lanes.error, ArithmeticError) and str(outcomes[0]) == "the wire is broken"
     after = engine.start_average(dense(lambda: log.append("begun")), 0, lambda error: str(error))
     assert after.value() == "the wire is broken" and not log
+
+
+def test_the_failure_of_a_bucket_can_be_the_value_of_a_future_on_a_device():
+    """There torch pickles a value to find the tensors in it."""
+    lock = threading.Lock()
+    assert torch._jit_internal._extract_tensors(FailedBucket(lambda: RuntimeError(str(lock)))) == []

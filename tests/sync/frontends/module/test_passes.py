@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gckernels import sync
+from gckernels.sync.frontends.module.passes import Passes
 from models import SMALL_BUCKETS
 from ranks import run_ranks, values_of
 from workloads import digest_of, summed
@@ -143,6 +144,21 @@ def failed(finds: bool, depth: int, keeps: bool) -> list[str]:
     dist.all_gather_object(digests, digest_of(module.parameters()))
     assert len(set(digests)) == 1
     return texts
+
+
+def test_a_failed_backward_is_seen_while_the_thread_of_a_device_keeps_it():
+    passes, kept, weight = Passes(lambda: None), list[object](), torch.ones(1, requires_grad=True)
+
+    def fail(grad: torch.Tensor) -> None:
+        passes.see()
+        kept.extend(end() for end in passes._ends.values())
+        assert not passes.have_failed
+        raise MemoryError
+
+    weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        weight.sum().backward()
+    assert kept and passes.have_failed
 
 
 def unnoticed(depth: int) -> str:
