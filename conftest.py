@@ -32,7 +32,7 @@ from cases import seed_everything
 from helpers import KERNEL, POISON_BYTE
 
 # a second conftest.py would have the same module name, by which torch.compile looks up what the functions below use
-pytest_plugins = ("bench_runs", "durations", "host_builds", "lane_threads", "network_namespaces", "sampling")
+pytest_plugins = ("bench_runs", "devices", "durations", "host_builds", "lane_threads", "network_namespaces", "sampling")
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=30)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True, print_blob=True)

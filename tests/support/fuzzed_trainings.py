@@ -31,7 +31,7 @@ from gckernels import sync
 from gckernels.sync.communication.collectives import CONSEQUENCES
 from gckernels.sync.tuning.trials import trials
 from models import SMALL_BUCKETS
-from ranks import run_ranks, values_of
+from ranks import CPU, Device, ranks_on, run_ranks, values_of
 from tunings import PLAIN, policy_of, scripted
 from workloads import digest_of, mass_of, parked_of
 
@@ -446,12 +446,17 @@ def main(run: Callable[..., dict[str, int]] = run, kinds: Sequence[str] = ()) ->
     if kinds:
         parser.add_argument("--kind", choices=kinds, help="by default each seed has its own")
     parser.add_argument("--seeds", nargs=2, type=int, default=(0, 20), metavar=("FIRST", "STOP"))
+    where = "by default the CPU; on the simulated device work is late by the seed, or races are looked for"
+    parser.add_argument("--device", choices=("cpu", "late", "races"), default="cpu", help=where)
     given = vars(parser.parse_args())
+    device = given.pop("device")
     counts: Counter[str] = Counter()
     wrong, began = 0, time.monotonic()
     for seed in range(*given.pop("seeds")):
+        simulated = Device("sim", seed if device == "late" else None)
         try:
-            counts.update(run(seed, **given))
+            with ranks_on(CPU if device == "cpu" else simulated):
+                counts.update(run(seed, **given))
             counts["trainings"] += 1
         except AssertionError as error:
             wrong += 1

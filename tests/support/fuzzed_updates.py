@@ -158,7 +158,11 @@ class Fuzz:
         self.choose, self.seed = random.Random(seed), seed
         self.counts: Counter[str] = Counter()
         self.log: list[str] = []
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if self.choose.random() < 0.5 else None
+        self.scaler = (
+            torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
+            if self.choose.random() < 0.5
+            else None
+        )
         self.sides = [Side(self, 10 * seed + number) for number in range(2 if self.choose.random() < 0.3 else 1)]
         self.step_number = 0
 

@@ -41,6 +41,8 @@ def replace_memory_of_parameters(module: nn.Module, loss: Loss) -> None:
 
 
 def send_to_another_process(module: nn.Module, loss: Loss) -> None:
+    if torch.get_default_device().type == "sim":
+        return  # its memory belongs to one process
     for tensor in (*module.parameters(), *gradients(module)):
         ForkingPickler.dumps(tensor)  # as a queue of torch.multiprocessing does
     resource_sharer.stop()  # its thread, which gives the other process the memory

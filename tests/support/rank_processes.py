@@ -21,7 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ranks import ANSWER, FORK, QUESTION, RUNNING, Outcome
+import simulated_ranks
+from ranks import ANSWER, FORK, QUESTION, RUNNING, Device, Outcome
 
 _CHECKOUT = Path(__file__).parents[2]
 _THREADS = "/proc/self/task"
@@ -125,6 +126,7 @@ def _serve(stdin: int, calls: int, log: int) -> None:
     """Answer calls until one fails, one is the last (``stay`` is false), or the test closes the connection."""
     os.setsid()  # a separate process group, which is killed as a whole
     connection = Connection(calls)
+    sys.path.insert(0, str(_CHECKOUT))  # harness, bench and examples
     for stream, fd in enumerate((stdin, log, log)):
         os.dup2(fd, stream)
     os.close(stdin)
@@ -152,9 +154,9 @@ def _exit_with_the_test() -> None:
 
 def _function(module_name: str, path: str, qualname: str) -> Any:
     if module_name not in sys.modules:
-        for folder in (_CHECKOUT, Path(path).parents[module_name.count(".")]):  # bench and examples; its neighbours
-            if str(folder) not in sys.path:
-                sys.path.insert(0, str(folder))
+        folder = str(Path(path).parents[module_name.count(".")])  # its neighbours
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[module_name] = importlib.util.module_from_spec(spec)
@@ -163,15 +165,23 @@ def _function(module_name: str, path: str, qualname: str) -> Any:
 
 
 def _call(
-    function: Callable[..., Any], args: Any, rank: int, world_size: int, store: str, group_timeout_s: float
+    function: Callable[..., Any],
+    args: Any,
+    rank: int,
+    world_size: int,
+    store: str,
+    group_timeout_s: float,
+    device: Device,
 ) -> Outcome:
     import torch.distributed as dist
 
     before = set(threading.enumerate())
     try:
+        if device.type == "sim":
+            simulated_ranks.use(device)
         file_store = dist.FileStore(store, world_size)
         dist.init_process_group(
-            "gloo",
+            "simccl" if device.type == "sim" else "gloo",
             store=file_store,
             rank=rank,
             world_size=world_size,
@@ -182,17 +192,24 @@ def _call(
             file_store.set(f"connected/{rank}", "")
             file_store.wait([f"connected/{other}" for other in range(world_size)])
             outcome = Outcome(function(*args))
+            if device.type == "sim":
+                outcome = simulated_ranks.checked(outcome)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
             _devices.clear()
-        left = [thread.name for thread in threading.enumerate() if thread not in before]
+        left = [each.name for each in threading.enumerate() if each not in before and not _is_foreign(each)]
         if left:
             return Outcome(error_type="ThreadsLeft", error_text=", ".join(left))
         pickle.dumps(outcome)
         return outcome
     except BaseException as error:  # any error is the outcome of this rank
         return Outcome(None, type(error).__name__, str(error), output=traceback.format_exc())
+
+
+def _is_foreign(thread: threading.Thread) -> bool:
+    """Whether a thread is one of C++ that has called Python, as autograd has for each device."""
+    return isinstance(thread, threading._DummyThread)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +52,7 @@ class Outcome:
             Without ``fresh=True``, or without ``exits``, a process that has answered is killed, so its exit code means
             nothing.
         output: the traceback, and the end of the process's output.
+        issued: on the simulated device, the communicators of the rank's collectives, in order.
     """
 
     value: Any = None
@@ -59,6 +60,34 @@ class Outcome:
     error_text: str = ""
     exit_code: int | None = None
     output: str = ""
+    issued: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of the ranks' tensors, unless a test names another one.
+
+    Attributes:
+        type: ``"cpu"``, or ``"sim"`` for the simulated device, with its backend of collectives.
+        seed: if given, the device does its work late, with delays drawn by this seed.
+    """
+
+    type: str = "cpu"
+    seed: int | None = None
+
+
+CPU = Device()
+_device = [CPU]
+
+
+@contextlib.contextmanager
+def ranks_on(device: Device) -> Iterator[None]:
+    """A context in which ranks are on a device."""
+    _device.append(device)
+    try:
+        yield
+    finally:
+        _device.pop()
 
 
 def run_ranks(
@@ -92,11 +121,14 @@ def run_ranks(
     workers: list[_Worker] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
+            device = _device[-1]
+            idle = _idle.setdefault((device.type, device.seed is not None), [])
             while len(workers) < world_size:
-                workers.append(_idle.pop() if _idle and not fresh else _Worker())
+                workers.append(idle.pop() if idle and not fresh else _Worker())
             for rank, worker in enumerate(workers):
                 where = (module.__name__, module.__file__, function.__qualname__)
-                worker.call(where, (args, rank, world_size, str(Path(folder, "store")), group_timeout_s), not fresh)
+                call = args, rank, world_size, str(Path(folder, "store")), group_timeout_s, device
+                worker.call(where, call, not fresh)
             deadline = time.monotonic() + timeout_s
             answers = _answers(workers, awaited, deadline)
             # A thread of Gloo may spin for ever when the peers of its connections are gone, so nobody who has seen a
@@ -106,17 +138,22 @@ def run_ranks(
             for worker, answer in zip(workers, answers, strict=True):
                 exit_code = None
                 if all_well and worker.threads() <= POOL_THREADS:
-                    _idle.append(worker)
+                    idle.append(worker)
                 elif all_well:
                     worker.kill()
                 elif fresh or answer is None or answer.error_type is not None:
                     ends_by_itself = answer is not None and ((fresh and exits) or answer.error_type == "ProcessDied")
                     exit_code = worker.end(deadline if ends_by_itself else 0.0)
                 outcomes.append(_outcome(answer, exit_code, worker))
+            if all(outcome.error_type is None for outcome in outcomes):
+                from harness.simulated_device.launch_order import first_difference
+
+                different = first_difference([outcome.issued for outcome in outcomes])
+                assert not different, f"collectives are issued in other orders: {different}"
             return outcomes
         finally:
             for worker in workers:
-                if worker not in _idle:
+                if worker not in idle:
                     worker.kill()
 
 
@@ -154,7 +191,7 @@ def _outcome(answer: Outcome | None, exit_code: int | None, worker: _Worker) -> 
     if answer is None:
         answer = Outcome(error_type="StillRunning", error_text="killed: it had not ended in time")
     output = "" if answer.error_type is None else answer.output + worker.written()
-    return Outcome(answer.value, answer.error_type, answer.error_text, exit_code, output)
+    return replace(answer, exit_code=exit_code, output=output)
 
 
 class _Worker:
@@ -294,7 +331,7 @@ class _Template:
 
 _paths: list[str] = []
 _templates: list[_Template] = []
-_idle: list[_Worker] = []
+_idle: dict[tuple[str, bool], list[_Worker]] = {}  # by kind of device, and whether it is late
 
 
 def _template() -> _Template:
@@ -306,7 +343,8 @@ def _template() -> _Template:
 @atexit.register
 def close_pool() -> None:
     """Kill the idle processes."""
-    while _idle:
-        _idle.pop().kill()
+    for worker in [worker for workers in _idle.values() for worker in workers]:
+        worker.kill()
+    _idle.clear()
     while _templates:
         _templates[0].close()

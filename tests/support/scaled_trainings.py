@@ -22,7 +22,7 @@ STEPS = 13
 
 
 def scaler_of(init: float = 2.0**14) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=init, growth_interval=2)
+    return torch.amp.GradScaler(torch.get_default_device().type, init_scale=init, growth_interval=2)
 
 
 class Training:

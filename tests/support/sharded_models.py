@@ -133,7 +133,9 @@ def model_of(setting: Setting, form: str) -> Any:
     model, ranks = Net(), dist.get_world_size()
     setting.make(model)
     if form == "replicate":
-        return _replicated(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("replicate",)))
+        return _replicated(
+            model, init_device_mesh(torch.get_default_device().type, (ranks,), mesh_dim_names=("replicate",))
+        )
     split(model, setting.splits(model), form, mp_policy=setting.policy, **setting.options)
     setting.prepare(model)
     return model
@@ -144,13 +146,13 @@ def split(model: Any, modules: Iterable[Any], form: str, **options: Any) -> None
     ranks, replicated = dist.get_world_size(), ("replicate", "shard")
     match form:
         case "hsdp":
-            mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=replicated)
+            mesh = init_device_mesh(torch.get_default_device().type, (ranks // 2, 2), mesh_dim_names=replicated)
         case "three shards":
-            mesh = init_device_mesh("cpu", (ranks // 3, 3), mesh_dim_names=replicated)
+            mesh = init_device_mesh(torch.get_default_device().type, (ranks // 3, 3), mesh_dim_names=replicated)
         case "one shard":
-            mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=replicated)
+            mesh = init_device_mesh(torch.get_default_device().type, (ranks, 1), mesh_dim_names=replicated)
         case _:
-            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+            mesh = init_device_mesh(torch.get_default_device().type, (ranks,), mesh_dim_names=("shard",))
     for each in modules:
         fully_shard(each, mesh=mesh, **options)
 

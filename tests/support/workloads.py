@@ -176,7 +176,7 @@ def digest_of(tensors: Any) -> str:
             digest.update(b"none")
         else:
             flat = tensor.detach().contiguous().view(-1)
-            digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"empty")
+            digest.update(flat.view(torch.uint8).cpu().numpy().tobytes() if flat.numel() else b"empty")
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ...arguments import check_added
 from ...codec import GRAD_DTYPES
-from ...devices import ACCELERATOR_KEYS
+from ...devices import is_accelerator
 from . import host, kernels
 from .reference import MAX_RANK
 
@@ -148,59 +148,33 @@ def bind_orthogonalise(
     The arguments are checked once, here, and what a call needs is prepared. The tensors must keep their places in
     memory, and the function keeps them alive. This holds for all functions that bind.
     """
-    return _bind_orthogonalise(_place_of(factors), factors, seeds, added)
-
-
-def bind_left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> Bound:
-    """A function that repeats :func:`left`."""
-    return _bind_left(_place_of(grads), grads, residuals, right, left, scale)
-
-
-def bind_right(grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> Bound:
-    """A function that repeats :func:`right`."""
-    return _bind_right(_place_of(grads), grads, residuals, left, right, scale)
-
-
-def bind_reconstruct(left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> Bound:
-    """A function that repeats :func:`reconstruct`."""
-    return _bind_reconstruct(_place_of(grads), left, right, grads, residuals)
-
-
-def bind_keep(means: Tensors, factors: Tensors) -> Bound:
-    """A function that repeats :func:`keep`."""
-    return _bind_keep(_place_of(means), means, factors)
-
-
-def _place_of(tensors: Tensors) -> Any:
-    """The back end for the device of the tensors."""
-    device = tensors[0].device.type if tensors else "none"
-    return _META if device == "meta" else _PLACES.get(device.upper(), _NOWHERE)
-
-
-def _bind_orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None, added: torch.Tensor | None) -> Bound:
     name = "powersgd_orthogonalise"
     _check_as_many(name, None, factors=factors, **({} if seeds is None else {"seeds": seeds}))
     _check_factors(name, "factors", factors, factors[0].device)
     check_added(added, factors[0].device)
-    return _holding(place.bind_orthogonalise(factors, seeds, added), factors)
+    return _holding(back_end(factors).bind_orthogonalise(factors, seeds, added), factors)
 
 
-def _bind_left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float) -> Bound:
+def bind_left(grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> Bound:
+    """A function that repeats :func:`left`."""
     _check_matrices("powersgd_left", grads, residuals, left, right)
-    return _holding(place.bind_left(grads, residuals, right, left, scale), grads, residuals, right, left)
+    return _holding(back_end(grads).bind_left(grads, residuals, right, left, scale), grads, residuals, right, left)
 
 
-def _bind_right(place: Any, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float) -> Bound:
+def bind_right(grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> Bound:
+    """A function that repeats :func:`right`."""
     _check_matrices("powersgd_right", grads, residuals, left, right)
-    return _holding(place.bind_right(grads, residuals, left, right, scale), grads, residuals, right, left)
+    return _holding(back_end(grads).bind_right(grads, residuals, left, right, scale), grads, residuals, right, left)
 
 
-def _bind_reconstruct(place: Any, left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> Bound:
+def bind_reconstruct(left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> Bound:
+    """A function that repeats :func:`reconstruct`."""
     _check_matrices("powersgd_reconstruct", grads, residuals, left, right)
-    return _holding(place.bind_reconstruct(left, right, grads, residuals), grads, residuals, right, left)
+    return _holding(back_end(grads).bind_reconstruct(left, right, grads, residuals), grads, residuals, right, left)
 
 
-def _bind_keep(place: Any, means: Tensors, factors: Tensors) -> Bound:
+def bind_keep(means: Tensors, factors: Tensors) -> Bound:
+    """A function that repeats :func:`keep`."""
     name = "powersgd_keep"
     _check_as_many(name, "factors", means=means, factors=factors)
     _check_factors(name, "means", means, means[0].device)
@@ -208,7 +182,15 @@ def _bind_keep(place: Any, means: Tensors, factors: Tensors) -> Bound:
     for index, (mean, factor) in enumerate(zip(means, factors, strict=False)):
         if mean.shape != factor.shape:
             raise ValueError(f"{name}: means[{index}] is {tuple(mean.shape)}, factors[{index}] {tuple(factor.shape)}")
-    return _holding(place.bind_keep(means, factors), means, factors)
+    return _holding(back_end(means).bind_keep(means, factors), means, factors)
+
+
+def back_end(tensors: Tensors) -> Any:
+    """The module with the steps for the device of the tensors."""
+    device = tensors[0].device
+    if device.type == "meta":
+        return _META
+    return kernels if is_accelerator(device) else host
 
 
 def _holding(work: Callable[..., None], *tensors: Tensors) -> Callable[..., None]:
@@ -221,52 +203,33 @@ def _holding(work: Callable[..., None], *tensors: Tensors) -> Callable[..., None
 # -------------------------------------------------------------------- registration
 
 
-def _orthogonalise(place: Any, factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
+def _orthogonalise(factors: Tensors, seeds: Sequence[int] | None = None, added: int = 0) -> None:
     # filled by the device itself, so that the host neither copies nor waits
     number = torch.full((1,), added, dtype=torch.int64, device=factors[0].device) if added and factors else None
-    _bind_orthogonalise(place, factors, seeds, number)()
+    bind_orthogonalise(factors, seeds, number)()
 
 
-def _left(place: Any, grads: Tensors, residuals: Tensors, right: Tensors, left: Tensors, scale: float = 1.0) -> None:
-    _bind_left(place, grads, residuals, right, left, scale)()
-
-
-def _right(place: Any, grads: Tensors, residuals: Tensors, left: Tensors, right: Tensors, scale: float = 1.0) -> None:
-    _bind_right(place, grads, residuals, left, right, scale)()
-
-
-def _reconstruct(place: Any, left: Tensors, right: Tensors, grads: Tensors, residuals: Tensors) -> None:
-    _bind_reconstruct(place, left, right, grads, residuals)()
-
-
-def _keep(place: Any, means: Tensors, factors: Tensors) -> None:
-    _bind_keep(place, means, factors)()
+def _once(bind: Callable[..., Bound]) -> Callable[..., None]:
+    return lambda *given, **named: bind(*given, **named)()
 
 
 _OPS: dict[str, Callable[..., None]] = {
     "powersgd_orthogonalise(Tensor(a!)[] factors, SymInt[]? seeds=None, SymInt added=0) -> ()": _orthogonalise,
     "powersgd_left(Tensor[] grads, Tensor[] residuals, Tensor[] right, Tensor(a!)[] left, float scale=1.0) -> ()": (
-        _left
+        _once(bind_left)
     ),
     "powersgd_right(Tensor[] grads, Tensor[] residuals, Tensor[] left, Tensor(a!)[] right, float scale=1.0) -> ()": (
-        _right
+        _once(bind_right)
     ),
     "powersgd_reconstruct(Tensor[] left, Tensor[] right, Tensor(a!)[] grads, Tensor(b!)[] residuals) -> ()": (
-        _reconstruct
+        _once(bind_reconstruct)
     ),
-    "powersgd_keep(Tensor(a!)[] means, Tensor(b!)[] factors) -> ()": _keep,
+    "powersgd_keep(Tensor(a!)[] means, Tensor(b!)[] factors) -> ()": _once(bind_keep),
 }
 
 
 def _fake(*_: Any) -> None:
     """The ops return nothing and only write into their arguments."""
-
-
-class _Nowhere:
-    """Stand-in for a back end, for tensors on other devices, and for empty lists, which the checks refuse."""
-
-    def __getattr__(self, stage: str) -> Callable[..., None]:
-        raise NotImplementedError(f"powersgd_{stage.removeprefix('bind_')}: tensors must be on the CPU or on CUDA")
 
 
 class _Meta:
@@ -276,12 +239,10 @@ class _Meta:
         return lambda *_: _fake
 
 
-_NOWHERE, _META = _Nowhere(), _Meta()
-_PLACES = {"CPU": host, **dict.fromkeys(ACCELERATOR_KEYS, kernels), "CompositeExplicitAutograd": _NOWHERE}
+_META = _Meta()
 
 for _schema, _op in _OPS.items():
     _name = _schema.partition("(")[0]
     _library.define(_schema)
-    for _key, _place in _PLACES.items():
-        _library.impl(_name, functools.partial(_op, _place), _key)
+    _library.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"gckernels::{_name}", _fake, lib=_library)

@@ -118,6 +118,7 @@ def freed(settings: list[tuple[bool, bool, bool]]) -> None:
         assert [each() for each in parameters] == [None] * len(parameters)
 
 
+@pytest.mark.host_only("lanes of a device are no threads")
 @pytest.mark.parametrize("settings", [PAIRS, pytest.param(ALL, marks=pytest.mark.slow)], ids=["pairs", "all"])
 def test_with_the_model_all_is_freed(settings):
     values_of(run_ranks(2, freed, settings))

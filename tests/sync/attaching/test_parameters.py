@@ -198,12 +198,12 @@ def _first_layer() -> nn.Module:
     from torch.distributed.tensor import distribute_module
 
     module = linear()
-    distribute_module(module[0], init_device_mesh("cpu", (dist.get_world_size(),)))
+    distribute_module(module[0], init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),)))
     return module
 
 
 def _hybrid() -> Attachment:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     return attach(_fsdp(mesh), BlockQuant(), process_group=mesh.get_group("replicate"))
 
 

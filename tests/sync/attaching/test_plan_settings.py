@@ -191,7 +191,7 @@ def scaled() -> list[tuple[list[str], float]]:
     found = []
     for plan in (whole, launched(whole, "backwards"), launched(whole, "messages")):
         module = build("Mlp")
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0, growth_interval=2)
         attachment = attach(module, plan, grad_scaler=scaler)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         digests = []

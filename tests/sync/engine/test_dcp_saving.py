@@ -91,6 +91,7 @@ def _check_refusals(front: str, attachment: Attachment, group: dist.ProcessGroup
     assert digest_of(remembered(attachment.state_dict())) == digest_of(remembered(state))
 
 
+@pytest.mark.host_only("the simulated device's groups have one backend for both devices")
 def test_saved_in_any_way_while_training_goes_on(tmp_path):
     values_of(run_ranks(2, saved_in_ways, str(tmp_path), "save", "async", "async with a writer"))
 

@@ -145,7 +145,7 @@ def warnings_in(front: str, pattern: str) -> int:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     if pattern == "LBFGS":
         optimizer = torch.optim.LBFGS(module.parameters(), lr=0.01, max_iter=3, tolerance_change=-1)
-    scaler = torch.amp.GradScaler("cpu", enabled=pattern == "scaled")
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, enabled=pattern == "scaled")
     apart = model.no_sync if front == "attach" else attachment.no_sync
     other = torch.nn.Parameter(torch.ones(()))  # the other network's
 
@@ -207,6 +207,7 @@ def warned(front: str) -> dict[str, int]:
     return {pattern: warnings_in(front, pattern) for pattern in (*QUIET, *LOUD)}
 
 
+@pytest.mark.host_only("the host does not read gradients of a device")
 @pytest.mark.parametrize("front", ["attach", pytest.param("module", marks=pytest.mark.slow)])
 def test_gradients_that_no_optimizer_used_are_warned_of_once(front):
     for found in values_of(run_ranks(2, warned, front)):

@@ -44,7 +44,7 @@ def train_with_scaler(compressor: str, program: str, front: str = "hook") -> tup
             world_size=world_size,
         )
     )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**12, growth_interval=3)
     model, attachment = attached(front, module, plan, grad_scaler=scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     skipped = []

@@ -115,7 +115,7 @@ def output(front: str) -> tuple[list[str], list[str]]:
     for scaler, notified in (
         (scaler_of(), False),
         (scaler_of(), True),
-        (torch.amp.GradScaler("cpu", enabled=False), False),
+        (torch.amp.GradScaler(torch.get_default_device().type, enabled=False), False),
     ):
         training = Training(front, "EFSignSGD", "alltoall", scaler, notified)
         with warnings.catch_warnings(record=True) as caught:

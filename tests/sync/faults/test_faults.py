@@ -191,6 +191,7 @@ def _broken(bound: Bound, method: str, call: Any) -> None:
 _UNITS = {"encode": Encoding, "decode": Decoding}
 
 
+@pytest.mark.host_only("nothing is used on a device after an error")
 @pytest.mark.parametrize("front", ["hook", "module"])
 @pytest.mark.parametrize("method", ["encode", "decode"])
 def test_an_error_of_one_rank_ends_all(method, front):

@@ -44,6 +44,7 @@ def opened_in_steps(front: str, *specs: str) -> list[str]:
     return late
 
 
+@pytest.mark.host_only("Triton compiles for a device")
 @pytest.mark.parametrize("front", [pytest.param("hook", marks=pytest.mark.slow), "module"])
 def test_no_step_waits_for_a_compiler(front):
     if compilers.compiler() is None:

@@ -177,7 +177,7 @@ def test_a_model_that_the_accelerator_has_forgotten_saves_nothing(tmp_path):
 
 def with_a_scaler():
     accelerator = accelerator_of()
-    accelerator.scaler = torch.amp.GradScaler("cpu")
+    accelerator.scaler = torch.amp.GradScaler(torch.get_default_device().type)
     model = accelerator.prepare(network())
     attachment = compress(accelerator, model, FOUR)
     assert attachment._frontend.request.grad_scaler is accelerator.scaler

@@ -66,6 +66,7 @@ def exchanged() -> dict[str, list[int]]:
     return wrong
 
 
+@pytest.mark.host_only("these messages are the host's")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_exchanges_give_the_bytes_of_collectives(ranks):
     for wrong in values_of(run_ranks(ranks, exchanged)):

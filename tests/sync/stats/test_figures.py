@@ -93,6 +93,7 @@ def test_a_module_has_the_same_figures():
         assert result["text"].startswith("Attachment(") and "BlockQuant(bits=4)" in result["text"]
 
 
+@pytest.mark.host_only("DDP times its steps on CPU and CUDA alone")
 def test_plain_ddp_sends_everything_and_keeps_nothing():
     for result in values_of(run_ranks(2, train, "Identity", True, 12)):
         after = result["after"]

@@ -144,7 +144,7 @@ from torch.distributed.fsdp import fully_shard
 
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
 for each in (*model, model):
-    fully_shard(each, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    fully_shard(each, mesh=init_device_mesh(torch.get_default_device().type, (torch.distributed.get_world_size(),)))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for step in range(9):
     model(torch.randn(4, 8)).sum().backward()

@@ -44,6 +44,7 @@ def with_and_without() -> Any:
         return trained(True), trained(False)
 
 
+@pytest.mark.host_only("the simulated device has no sparse tensors")
 def test_a_model_with_sparse_gradients_stays_plain_with_one_line_that_says_why():
     for (found, (decisions, hook, steps)), expected in values_of(run_ranks(2, with_and_without)):
         ((level, text),) = decisions

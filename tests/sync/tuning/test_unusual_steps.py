@@ -80,7 +80,7 @@ def tuned(mode: str, steps: int, folder: str) -> Any:
     in_ddp = "module" not in mode
     model: Any = DistributedDataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **settings) if in_ddp else module
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=mode == "scaler")
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**10, enabled=mode == "scaler")
     with scripted(module, SPECS, TIMES_S, handles):
         given = {"grad_scaler": scaler} | ({} if in_ddp else settings)
         handle: Any = sync.attach(model, **given)

@@ -110,7 +110,9 @@ class Training:
 
 def skipped(front: str) -> None:
     """Exact steps that the scaler skips are made again; its scale falls meanwhile."""
-    training = Training(front, "signs", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3))
+    training = Training(
+        front, "signs", torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**10, growth_interval=3)
+    )
     training.train(4)
     training.handle.change_plan(training.plan("others"))
     for poisoned in (True, True, False, True):  # the last one shows that the third was made, and sends nothing

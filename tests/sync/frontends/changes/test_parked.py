@@ -237,7 +237,9 @@ def test_what_is_parked_waits_for_a_backward_that_averages(front):
 
 def not_counted(front: str, scales: bool) -> None:
     """Steps that do not count while what is parked is sent."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=3) if scales else None
+    scaler = (
+        torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**6, growth_interval=3) if scales else None
+    )
     training = Training(front, grad_scaler=scaler, can_discard=not scales)
     training.train(4)
     training.handle.change_plan(training.plan("none"))

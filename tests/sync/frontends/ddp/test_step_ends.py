@@ -72,7 +72,7 @@ def in_ddp(mode: str, compresses: bool) -> None:
     assert attachment._frontend.kind is Frontend.DDP and not attachment.is_changing
     assert attachment.parameters() == dict(ddp_model.module.named_parameters())
     frontend = attachment._frontend
-    assert frontend.group == ddp_model.process_group and frontend.device == torch.device("cpu")
+    assert frontend.group == ddp_model.process_group and frontend.device == next(ddp_model.parameters()).device
     attachment.close()
 
 

@@ -98,6 +98,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.host_only("ranks announce nothing on a device")
 @pytest.mark.parametrize(
     "case", [each if each in ("signs", "late") else pytest.param(each, marks=pytest.mark.slow) for each in CASES]
 )

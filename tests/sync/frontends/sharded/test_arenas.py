@@ -18,8 +18,6 @@ from gckernels.sync.resources.memory_spaces import BufferArena, Places
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, adamw, digest, model_of, split, train
 
-CPU = torch.device("cpu")
-
 
 def buffers_nbytes() -> int:
     """The bytes of all memory of buffers, which is ``uint8``."""
@@ -28,8 +26,15 @@ def buffers_nbytes() -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
+CPU = torch.device("cpu")
+
+
 def is_buffer(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device == CPU and tensor.dtype == torch.uint8
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type == torch.get_default_device().type
+        and tensor.dtype == torch.uint8
+    )
 
 
 def growth(form: str, groups: int) -> int:

@@ -69,6 +69,7 @@ def awaited_or_not(form: str) -> dict[str, list[tuple[str, int]]]:
     return {spec: [trained(form, SETTINGS["plain"], spec, defers) for defers in (None, False)] for spec in CODECS}
 
 
+@pytest.mark.host_only("streams of a device wait for results, the host does not")
 @pytest.mark.parametrize("form", [pytest.param("fsdp", marks=pytest.mark.slow), "one shard"])
 def test_a_deferred_result_is_that_of_an_awaited_one(form):
     for found in values_of(run_ranks(2, awaited_or_not, form)):
@@ -95,6 +96,7 @@ def read_before_the_end(form: str) -> dict[str, list[tuple[str, int]]]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.host_only("streams of a device wait for results, the host does not")
 @pytest.mark.parametrize("form", ["fsdp", pytest.param("one shard", marks=pytest.mark.slow)])
 def test_what_fsdp_reads_is_awaited(form):
     for found in values_of(run_ranks(2, read_before_the_end, form)):

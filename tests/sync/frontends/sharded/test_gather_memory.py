@@ -223,7 +223,7 @@ class Borrower:
 def lent() -> dict[str, bool]:
     """The use of memory while FSDP keeps it, while a gather into it is on its way, and afterwards."""
     groups: Any = [Borrower(), Borrower()]
-    gathers = Gathers(groups[0].gathering, torch.device("cpu"), groups)
+    gathers = Gathers(groups[0].gathering, torch.get_default_device(), groups)
     gathers.encode([[GatheredParameter("a", 0, 64, BlockQuant())]] * 2)
     room = functools.partial(gathers.room, numel=128, dtype=torch.float32)
     first = room(0)

@@ -311,7 +311,7 @@ def over_two_meshes() -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str,
     for plan in (None, "Identity"):
         torch.manual_seed(0)
         model = Net()
-        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "pair"))["pair"]
+        pairs = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("between", "pair"))["pair"]
         fully_shard(model.second, mesh=pairs)
         split(model, [model], "fsdp")
         with warnings.catch_warnings(record=True) as caught:
@@ -339,7 +339,7 @@ def test_groups_of_another_mesh_are_left_to_fsdp():
 
 def on_some_ranks() -> list[int]:
     """The numbers of process groups after attachments of a model on some of the ranks, one after the other."""
-    mesh, found = DeviceMesh("cpu", [0, 1], mesh_dim_names=("shard",)), list[int]()
+    mesh, found = DeviceMesh(torch.get_default_device().type, [0, 1], mesh_dim_names=("shard",)), list[int]()
     if dist.get_rank() < 2:
         model = nn.Sequential(nn.Linear(7, 33), nn.Linear(33, 12))
         fully_shard(model, mesh=mesh)

@@ -46,7 +46,7 @@ def _trained(model: Any, spec: Any, **options: Any) -> tuple[str, float, list[st
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         attachment = None if spec is None else sync.attach(model, spec(model) if callable(spec) else spec, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)  # which takes no DTensors beside others
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         inputs = torch.randn(4, 12, generator=generator).to(next(model.parameters()).dtype)

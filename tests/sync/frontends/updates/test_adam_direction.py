@@ -180,7 +180,7 @@ def test_a_momentum_that_a_scheduler_cycles_is_refused():
 
 def test_a_gradient_scaler_is_refused():
     model = build("Mlp")
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, scaler = sgd(model), torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
     sync.AdamDirection(model, optimizer)
     scaler.scale(model(model.batch(0, 0))).backward()
     with pytest.raises(RuntimeError, match="a GradScaler would divide Adam's directions"):

@@ -295,7 +295,10 @@ def exact_start() -> None:
 def with_a_scaler() -> None:
     """A step that is skipped on one rank counts there, as an update of zero."""
     model = build("Mlp")
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0),
+    )
     attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2, grad_scaler=scaler)
     for step in range(8):
         optimizer.zero_grad()

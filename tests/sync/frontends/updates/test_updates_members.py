@@ -60,7 +60,7 @@ def stepped(model: nn.Linear, optimizer: torch.optim.Optimizer, generator: torch
     before = model.weight.detach().double()
     update = torch.randn(SHAPE, generator=generator, dtype=torch.float32, device="cpu")
     with torch.no_grad():
-        model.weight.add_(update)
+        model.weight.add_(update.to(model.weight.device))
     given = model.weight.detach().double() - before
     optimizer.step()
     return given
@@ -168,6 +168,7 @@ def lost_and_found(every: int) -> None:
     attachment.close()
 
 
+@pytest.mark.host_only("collectives of a device do not raise where they are issued")
 def test_ranks_go_on_without_a_lost_one_and_with_a_new_one():
     outcomes = run_ranks(4, lost_and_found, 2, fresh=True, exits=False, wait_for=(0, 1, 3), group_timeout_s=20.0)
     values_of([outcomes[rank] for rank in (0, 1, 3)])
@@ -194,6 +195,7 @@ def given_up() -> None:
     attachment.close()
 
 
+@pytest.mark.host_only("collectives of a device do not raise where they are issued")
 def test_nobody_waits_for_a_rank_that_has_given_a_round_up():
     values_of(run_ranks(2, given_up, timeout_s=30.0, fresh=True, exits=False))
 

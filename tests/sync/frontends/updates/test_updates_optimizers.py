@@ -149,7 +149,7 @@ def scaled(scaler: Any, model: nn.Module, step: int, overflows: bool) -> None:
 
 def keyword() -> None:
     """As plain torch takes it."""
-    model, scaler = build("Mlp"), torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, scaler = build("Mlp"), torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attachment = sync.average_updates(model, optimizer, "Identity", every=2, grad_scaler=scaler)
     for step in range(4):
@@ -164,7 +164,7 @@ def one_scaler() -> None:
     """Two models share a scaler, and one model has two optimizers, of which one is skipped on one rank."""
     models = [build("Mlp", seed=seed) for seed in range(2)]
     optimizers: list[Any] = [split(models[0]), [torch.optim.SGD(models[1].parameters(), lr=0.1)]]
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
     attachments = [
         sync.average_updates(model, each, "Identity", every=2, grad_scaler=[scaler])
         for model, each in zip(models, optimizers, strict=True)
@@ -189,7 +189,7 @@ def one_scaler() -> None:
 
 def closed_in_any_order() -> None:
     models = [build("Mlp", seed=seed) for seed in range(3)]
-    scaler, seen = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    scaler, seen = torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0), []
     own = functools.partial(type(scaler).step, scaler)
 
     def of_the_user(*given: Any) -> Any:

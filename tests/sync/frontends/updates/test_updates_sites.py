@@ -31,7 +31,7 @@ def net() -> nn.Sequential:
 
 def meshes() -> tuple[DeviceMesh, Any, Any]:
     """Two sites of two ranks; the mesh inside and the group between sites."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("between", "inside"))
     return mesh, mesh["inside"], mesh["between"].get_group()
 
 

@@ -75,10 +75,10 @@ def save() -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
 def load(states: list[dict[str, Any]], mean: torch.Tensor, mass: torch.Tensor) -> None:
     model, optimizer, attachment = setup(seed=1, outer=None, decay=1.0)
     attachment.load_state_dict(states[::-1])
-    flat = torch.cat([each.detach().double().flatten() for each in model.parameters()])
+    flat = torch.cat([each.detach().double().flatten() for each in model.parameters()]).cpu()
     torch.testing.assert_close(flat, mean, rtol=0, atol=1e-6)
     if dist.get_world_size() > 1:
-        torch.testing.assert_close(mass_of(attachment)["layers.0.weight"], mass, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mass_of(attachment)["layers.0.weight"].cpu(), mass, rtol=0, atol=1e-6)
     digests = trained(model, optimizer, range(5, 9))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, digests)
