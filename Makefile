@@ -125,8 +125,11 @@ kernel-report: $(INSTALLED) ## registers, instructions, busy pipes, ... of every
 convergence: $(INSTALLED) ## train with every compressor, compare with none; tens of minutes
 	$(VENV_PYTHON) -m bench.training.convergence
 
-bench-kernels: $(INSTALLED) ## the compressors alone: bandwidths of encoding and decoding
-	$(VENV_PYTHON) -m bench.kernels.microbench
+bench-kernels: $(INSTALLED) ## the compressors alone: bandwidths of encoding, decoding and recoding; tens of minutes
+	mkdir -p build
+	$(VENV_PYTHON) -m pytest bench/kernels --benchmark-only --benchmark-json build/kernels.json --benchmark-disable-gc \
+	--benchmark-min-time 0.002 --benchmark-max-time 0.2 --benchmark-columns median,iqr,rounds
+	$(VENV_PYTHON) -m bench.kernels.microbench build/kernels.json
 
 .PHONY: bench-planner
 bench-planner: $(INSTALLED) ## selection times and predicted steps of all policies on published traces; minutes

@@ -20,7 +20,19 @@ import torch
 
 from bench.lib.budget import Budget
 from bench.lib.card import Card
-from bench.lib.cases import BOUND, COMPILED, EAGER, EIGHT_BITS, FUSED, TORCH, Case, Tensors, all_specs, new_tensors
+from bench.lib.cases import (
+    BOUND,
+    COMPILED,
+    EAGER,
+    EIGHT_BITS,
+    FUSED,
+    TORCH,
+    Case,
+    Tensors,
+    all_specs,
+    directions,
+    new_tensors,
+)
 from bench.lib.faults import is_broken
 from bench.lib.peers import PEERS
 from bench.lib.program import python_arguments
@@ -44,11 +56,11 @@ def bandwidth_cases() -> list[Case]:
     cases = []
     for numel, dtype in BANDWIDTH_SIZES:
         cases += [Case("copy", "copy", 1, TORCH, numel)] if dtype == "float32" else []
-        cases += [case for spec in all_specs() for case in directions(spec, numel, dtype)]
+        cases += [case for spec in all_specs() for case in directions(spec, numel, dtype, MERGED_SOURCES)]
         cases += [Case(spec, "encode", 1, EIGHT_BITS, numel, dtype) for spec in EIGHT_BIT_SPECS]
         if (numel, dtype) == BANDWIDTH_SIZES[0]:
             cases += host_cost_cases()
-    return cases + [case for spec in LARGE_SPECS for case in directions(spec, LARGE_NUMEL, "float32")]
+    return cases + [case for spec in LARGE_SPECS for case in directions(spec, LARGE_NUMEL, "float32", MERGED_SOURCES)]
 
 
 def host_cost_cases() -> list[Case]:
@@ -58,16 +70,6 @@ def host_cost_cases() -> list[Case]:
         for spec in all_specs()
         for direction in ("encode", "decode")
         for implementation in (FUSED, BOUND)
-    ]
-
-
-def directions(spec: str, numel: int, dtype: str) -> list[Case]:
-    """Cases of encode, decode of one payload and of several, and recode, which is fp32 only."""
-    calls = (("encode", 1), ("decode", 1), ("decode", MERGED_SOURCES), ("recode", MERGED_SOURCES))
-    return [
-        Case(spec, direction, sources, FUSED, numel, dtype)
-        for direction, sources in calls
-        if direction != "recode" or dtype == "float32"
     ]
 
 
@@ -124,7 +126,7 @@ class Bench:
         quartiles = self.card.time(calls)
         in_l2 = "yes" if self.card.stays_in_l2(case.moved_nbytes, len(calls)) else ""
         columns = {"timing": quartiles.how, "in_l2": in_l2, "sets": str(len(calls))}
-        return Timing(quartiles.low_s, quartiles.median_s, quartiles.high_s, copy_s, host_s, copy_nbytes, columns)
+        return Timing(quartiles.low_s, quartiles.median_s, quartiles.high_s, copy_s, copy_nbytes, host_s, columns)
 
     def _new_tensors(self, numel: int, dtype: str) -> list[Tensors]:
         _give_back()

@@ -1,22 +1,20 @@
-"""Throughput of encode and decode, relative to the bandwidth of a copy measured at the same time.
+"""Throughput of the compressors, relative to the bandwidth of a copy measured beside them, in a table of results.
 
-    python -m bench.kernels.microbench                                        # the host path
-    python -m bench.kernels.microbench --device cuda                          # the kernels, as in make bench-gpu
-    python -m bench.kernels.microbench --compressors EFSignSGD --sizes 4Mi    # replaces just these rows of the results
+    pytest bench/kernels --benchmark-only --benchmark-json build/kernels.json
+    python -m bench.kernels.microbench build/kernels.json           # make bench-kernels
+    python -m bench.kernels.microbench build/kernels.json --keep    # replaces just these rows of the results
 
-Writes ``bench/results/<device type>/microbench.csv``: a row per case of ``lib/cases.py``; on the host two rows, with
-one thread and with torch's default number of threads. The columns:
+Writes ``bench/results/cpu/microbench.csv``: a row per call and number of threads of ``bench_codecs.py``. ``make
+bench-gpu`` writes the file of a GPU, with the cases of ``gpu_kernels.py``. The columns:
 
 - ``gb_per_s``: the least bytes that must move (``moved_nbytes``) over the median time;
-- ``copy_gb_per_s``: bytes read and written per second by a copy. The host copies 64 MiB between the rounds of the case.
-  A GPU copies as many bytes as the case moves, timed once and in the same way;
-- ``percent_of_copy``: ``gb_per_s`` relative to ``copy_gb_per_s``. Rows of the compressor ``copy`` are copies of the
-  row's own size: on the host a small one stays in the caches and exceeds 100 percent;
+- ``copy_gb_per_s``: bytes read and written per second by a copy of as many bytes, timed in the same way; until
+  2026-11-25 on the host by a copy of 64 MiB;
+- ``percent_of_copy``: ``gb_per_s`` relative to ``copy_gb_per_s``;
 - ``host_us_per_call``: microseconds for which a call keeps the calling thread busy, up to 16 Ki elements: the whole
   call on the host, enqueuing it on a GPU;
 - ``factor_over_eager``: the time of the compressor's reference in plain torch (rows ``eager torch``) over the time of
-  this row; on the host at 4 Mi elements only. ``factor_over_compiled``: the same for ``torch.compile`` of the
-  reference;
+  this row; on the host up to 4 Mi elements. ``factor_over_compiled``: the same for ``torch.compile`` of the reference;
 - ``timing``, ``in_l2``, ``sets``, driver and clocks: on a GPU only, see ``gpu_kernels.py``;
 - ``note``: why a row has no numbers.
 
@@ -26,45 +24,34 @@ finds its tensors in the cache.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import json
+from pathlib import Path
 
 import torch
 
-import gckernels
-from bench.kernels import host_kernels
-from bench.kernels.gpu_kernels import Bench, bandwidth_cases, directions
-from bench.lib.budget import Budget
-from bench.lib.cases import HOST_NUMEL, all_cases, all_specs
+from bench.lib.cases import Case
 from bench.lib.program import program_parser
-from bench.lib.sizes import parse_numel
-from bench.lib.timings import Recorder
+from bench.lib.timings import Recorder, Timing
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+def main() -> None:
     parser = program_parser(__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--compressors", nargs="+", metavar="SPEC", help='such as "EFSignSGD(block=1024)"')
-    parser.add_argument("--sizes", nargs="+", type=parse_numel, metavar="NUMEL", help="elements, such as 16Ki or 4Mi")
-    options = parser.parse_args(arguments)
-    for spec in options.compressors or ():
-        gckernels.from_spec(spec)  # raises now, not after minutes
-    device = torch.device(options.device)
-    specs = options.compressors or all_specs()
-    recorder = Recorder(device, keep=options.compressors is not None or options.sizes is not None)
-    torch.manual_seed(0)
-    code = 0
-    if device.type == "cuda":
-        cases = bandwidth_cases()
-        if options.sizes:
-            cases = [case for numel in options.sizes for spec in specs for case in directions(spec, numel, "float32")]
-        Bench(recorder).run([case for case in cases if case.spec in ("copy", *specs)], Budget.of_this_process())
-    else:
-        code = host_kernels.run(all_cases(specs, options.sizes or HOST_NUMEL), recorder)
+    parser.add_argument("json", type=Path, help="what pytest-benchmark has written")
+    parser.add_argument("--keep", action="store_true", help="keep the rows that were not measured again")
+    options = parser.parse_args()
+    recorder = Recorder(torch.device("cpu"), options.keep)
+    copies: dict[str, tuple[float, int]] = {}
+    for benchmark in json.loads(options.json.read_text())["benchmarks"]:
+        params, stats, info = benchmark["params"], benchmark["stats"], benchmark["extra_info"]
+        case, nbytes, _ = Case(**info.pop("case")), info.pop("moved_nbytes"), info.pop("command")
+        if case.direction == "copy":  # the first of its group
+            copies[benchmark["group"]] = stats["median"], nbytes
+        elif params["device_type"] == "cpu":
+            times_s = stats["q1"], stats["median"], stats["q3"]
+            timing = Timing(*times_s, *copies[benchmark["group"]], host_s=stats["median"], columns=info)
+            recorder.add(case, params["threads"], timing)
     print("written:", recorder.path.name)
-    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

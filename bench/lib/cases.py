@@ -1,8 +1,8 @@
 """Cases of the kernel benchmark: their parameters, the least bytes that they move, and the calls to time.
 
 There are cases for every compressor and size: ``encode``, with feedback where the compressor needs it; ``decode`` of
-one payload; and ``decode`` of several payloads merged into their mean. On a GPU there are also ``recode`` of several
-payloads, gradients in bf16, and small units that are bound. A copy of the same size is a case as well.
+one payload; ``decode`` of several payloads merged into their mean; and ``recode`` of them. On a GPU there are also
+gradients in bf16, and small units that are bound. A copy is a case as well.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ OTHERS = (
 """Configurations that are measured in addition to the default one of every compressor."""
 
 HOST_NUMEL = (2**14, 2**18, 2**22, 2**25)
-EAGER_NUMEL = 2**22  # the only size at which references are measured: larger ones take minutes and many temporaries
-YARDSTICK_NUMEL = 2**24  # 64 MiB, too large for the caches; rates on the host are percentages of copying it
+EAGER_NUMEL = 2**22  # references are measured up to this size: larger ones take minutes and many temporaries
 MERGED_SOURCES = 4
 FUSED, BOUND, EAGER, COMPILED, TORCH = "gckernels", "gckernels, bound", "eager torch", "compiled torch", "torch"
 EIGHT_BITS = "gckernels, residual in 8 bits"
@@ -113,14 +112,17 @@ class Case:
             states, payload_nbytes = self.compressor.traits.states, self.compressor.payload_nbytes(self.numel)
         return (4 + 4 * states + 4) * self.numel + (self.sources + 1) * payload_nbytes
 
-    def eager(self) -> Case | None:
-        """The case of the reference beside this one; ``None`` at sizes at which references are not measured."""
-        if self.implementation != FUSED or self.numel != EAGER_NUMEL:
-            return None
-        return dataclasses.replace(self, implementation=EAGER)
+    def compared(self) -> list[Case]:
+        """A copy of as many bytes, the reference up to :data:`EAGER_NUMEL` elements, and this case."""
+        copy = Case("copy", "copy", 1, TORCH, -(-self.moved_nbytes // 8))
+        eager = [dataclasses.replace(self, implementation=EAGER)] if self.numel <= EAGER_NUMEL else []
+        return [copy, *eager, self]
 
     def prepare(self, device: torch.device) -> Callable[[], Any]:
-        """The call to time, on normally distributed tensors that all cases of this size share."""
+        """The call to time, on normally distributed tensors that all cases of this size share, but for copies."""
+        if self.direction == "copy":
+            source, target = torch.ones(2, self.numel, device=device)
+            return self.on((source, source, target))
         return self.on(tensors(self.numel, device))
 
     def on(self, tensors: Tensors) -> Callable[[], Any]:
@@ -146,7 +148,10 @@ class Case:
         if self.direction == "recode":
             shard = compressor.shard_compressor
             feedback = _zeroed(residual, shard.traits.states) if shard.traits.needs_feedback else None
-            return lambda: compressor.recode(received, feedback, payload, self.numel, 1.0 / self.sources)
+            if self.implementation == FUSED:
+                return lambda: compressor.recode(received, feedback, payload, self.numel, 1.0 / self.sources)
+            merged = self._decode(received, out)
+            return self._peer(lambda: reference.encode_reference(shard, merged(), feedback))
         return self._decode(received, out)
 
     def _encode(self, grad: torch.Tensor, residual: torch.Tensor | None, payload: torch.Tensor) -> Callable[[], Any]:
@@ -228,24 +233,21 @@ def new_tensors(numel: int, device: torch.device, dtype: torch.dtype = torch.flo
     return grad, torch.zeros(numel, device=device), torch.empty_like(grad)
 
 
-@functools.lru_cache(maxsize=1)
-def yardstick(device: torch.device) -> Callable[[], Any]:
-    """The copy that rates are compared with; it reads and writes :data:`YARDSTICK_NUMEL` fp32 values."""
-    source, target = (torch.ones(YARDSTICK_NUMEL, device=device) for _ in range(2))
-    return lambda: target.copy_(source)
-
-
 def all_specs() -> list[str]:
     """Specs of every registered compressor at its default, and :data:`OTHERS`."""
     return sorted([*gckernels.CODECS, *OTHERS])
 
 
 def all_cases(specs: Sequence[str], sizes: Sequence[int]) -> list[Case]:
-    """All cases, size by size, the copy first; without those of references, which :meth:`Case.eager` returns."""
-    cases = []
-    for numel in sizes:
-        cases.append(Case("copy", "copy", 1, TORCH, numel))
-        for spec in specs:
-            for direction, sources in (("encode", 1), ("decode", 1), ("decode", MERGED_SOURCES)):
-                cases.append(Case(spec, direction, sources, FUSED, numel))
-    return cases
+    """All cases in fp32, size by size, without those that :meth:`Case.compared` adds."""
+    return [case for numel in sizes for spec in specs for case in directions(spec, numel, "float32", MERGED_SOURCES)]
+
+
+def directions(spec: str, numel: int, dtype: str, merged: int) -> list[Case]:
+    """Cases of encode, decode of one payload and of ``merged``, and recode, which is fp32 only."""
+    calls = (("encode", 1), ("decode", 1), ("decode", merged), ("recode", merged))
+    return [
+        Case(spec, direction, sources, FUSED, numel, dtype)
+        for direction, sources in calls
+        if direction != "recode" or dtype == "float32"
+    ]

@@ -75,8 +75,9 @@ def write_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]]) -
 def merge_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]], key: Sequence[str]) -> Path:
     """Replace those rows of the file at :func:`csv_path` that have the same values in the columns ``key``.
 
-    Other rows stay. Rows are completed as by :func:`write_csv` and sorted by ``key``, so that measuring a row again
-    changes one line. The file is replaced atomically: an interruption leaves the old file or the new one.
+    Other rows stay. Rows are completed as by :func:`write_csv`, in columns that they lack, and sorted by ``key``, so
+    that measuring a row again changes one line. The file is replaced atomically: an interruption leaves the old file or
+    the new one.
 
     Returns:
         The path of the file.
@@ -85,7 +86,7 @@ def merge_csv(name: str, device: torch.device, rows: Iterable[dict[str, Any]], k
     path = csv_path(name, device)
     merged = {tuple(row[column] for column in key): row for row in read_csv(path)}
     for row in rows:
-        complete = {column: str(value) for column, value in (row | where).items()}
+        complete = {column: str(value) for column, value in (row | where | row).items()}
         merged[tuple(complete[column] for column in key)] = complete
     new = path.with_suffix(".new")
     _write(new, [merged[values] for values in sorted(merged)])

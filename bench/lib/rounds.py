@@ -16,7 +16,6 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 CPU = torch.device("cpu")
-SETTLE_S = 0.02  # OpenMP's threads, which copy, spin for milliseconds, on the cores of the host path's threads
 
 
 def take_turns(arms: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.cases import COMPILED, EAGER, FUSED, YARDSTICK_NUMEL, Case
+from bench.lib.cases import COMPILED, EAGER, FUSED, Case
 from bench.lib.record import csv_path, device_name, merge_csv, read_csv
 from bench.lib.sizes import format_numel
 
@@ -23,7 +23,7 @@ KEY = (
     "threads",
 )  # columns that identify a row
 OVERHEAD_NUMEL = 2**14  # a call's cost to the host is reported up to this size
-RESERVE_NBYTES = 2**30  # memory for the yardstick and the temporaries of the references
+RESERVE_NBYTES = 2**30  # memory for the copy and the temporaries of the references
 FACTORS = {EAGER: "factor_over_eager", COMPILED: "factor_over_compiled"}
 
 
@@ -34,8 +34,8 @@ class Timing:
     Attributes:
         quartile_1_s, median_s, quartile_3_s: quartiles over the rounds.
         copy_s: time of the copy that the case is compared with.
-        host_s: time for which a call keeps the calling thread busy.
         copy_nbytes: bytes that the copy reads and writes.
+        host_s: time for which a call keeps the calling thread busy.
         columns: further columns of the row.
     """
 
@@ -43,8 +43,8 @@ class Timing:
     median_s: float
     quartile_3_s: float
     copy_s: float
+    copy_nbytes: int
     host_s: float | None = None
-    copy_nbytes: int = 8 * YARDSTICK_NUMEL
     columns: Mapping[str, str] = field(default_factory=dict)
 
 

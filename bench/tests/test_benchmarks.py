@@ -44,10 +44,11 @@ def test_a_partial_run_replaces_its_own_rows_alone(bench):
     sign, identity = (Case(spec, "decode", 1, FUSED, EAGER_NUMEL) for spec in ("EFSignSGD", "Identity"))
     recorder = Recorder(CPU, keep=False)
     for case in (sign, identity):
-        recorder.add(case, 1, Timing(1, 2, 3, 1, 2))
+        recorder.add(case, 1, Timing(1, 2, 3, 1, 8))
     recorder = Recorder(CPU, keep=True)
-    recorder.add(identity.eager(), 1, Timing(8, 8, 8, 1, 8))
-    recorder.add(identity, 1, Timing(4, 4, 4, 1, 4))
+    _, eager, _ = identity.compared()
+    recorder.add(eager, 1, Timing(8, 8, 8, 1, 8))
+    recorder.add(identity, 1, Timing(4, 4, 4, 1, 8))
     kept = {("EFSignSGD", FUSED): ("2", "")}
     assert written() == kept | {("Identity", EAGER): ("8", ""), ("Identity", FUSED): ("4", "2.0")}
     recorder = Recorder(CPU, keep=False)
@@ -92,12 +93,20 @@ def test_sizes_are_read_as_they_are_written(bench, text, numel):
     assert format_numel(numel) == text
 
 
-@pytest.mark.slow
-def test_the_host_is_measured(out):
-    arguments = ["--compressors", "EFSignSGD(block=128)", "--sizes", "1Ki"]
-    few_rounds = "from bench.kernels import host_kernels, microbench; host_kernels.CASE_S = 0"
-    output_of("-c", f"{few_rounds}; assert microbench.main({arguments}) == 0", interprets=True, OMP_NUM_THREADS="1")
+def test_benchmarks_become_rows(monkeypatch, out, tmp_path):
+    pytest.importorskip("pytest_benchmark")
+    from bench.kernels import microbench
+
+    path = tmp_path / "kernels.json"
+    arguments = ["--compressors", "EFSignSGD(block=128)", "--sizes", "1Ki", "--benchmark-json", path]
+    few_rounds = ("--benchmark-only", "--benchmark-max-time=0", "--benchmark-min-rounds=1")
+    alone = {"PYTEST_XDIST_WORKER": "", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
+    output_of("-m", "pytest", "bench/kernels", *few_rounds, *arguments, **alone)
+    monkeypatch.setattr(sys, "argv", ["bench.kernels.microbench", str(path)])
+    microbench.main()
     rows = rows_of(out / "microbench.csv")
-    measured = {(row["direction"], row["sources"]) for row in rows}
-    assert measured == {("copy", "1"), ("encode", "1"), ("decode", "1"), ("decode", "4")}
+    calls = {("encode", "1"), ("decode", "1"), ("decode", "4"), ("recode", "4")}
+    measured = {(row["direction"], row["sources"], row["implementation"]) for row in rows}
+    assert measured == {(*call, name) for call in calls for name in ("gckernels", "eager torch")}
     assert all(float(row["percent_of_copy"]) > 0 and float(row["host_us_per_call"]) > 0 for row in rows)
+    assert all(row["factor_over_eager"] for row in rows if row["implementation"] == "gckernels")

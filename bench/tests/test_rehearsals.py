@@ -46,7 +46,7 @@ LAUNCHES = """
 import sys
 
 sys.modules |= dict.fromkeys(("pytest", "matplotlib"))  # the machine with the GPU may lack them
-from bench.kernels import launch_cost, microbench
+from bench.kernels import gpu_kernels, launch_cost
 from harness import fake_driver
 
 fake_driver.install()
