@@ -1,7 +1,8 @@
 """Parallel compilation of recorded launches on all cores, so that later parts find kernels in Triton's cache.
 
-Kernels are specialised as the launches would be. The cache is Triton's own folder or ``TRITON_CACHE_DIR``. The GPU is
-not used. Writes ``compiled.csv``: a row per kernel with its compile time or the compiler's error.
+Kernels are specialised as the launches would be, for the GPU that Triton finds, NVIDIA's or AMD's. The cache is
+Triton's own folder or ``TRITON_CACHE_DIR``. Writes ``compiled.csv``: a row per kernel with its compile time or the
+compiler's error.
 """
 
 from __future__ import annotations
@@ -15,35 +16,37 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
 from triton.compiler import ASTSource
+from triton.runtime import driver as runtime
 
 from bench.gpu.parts import Result
-from bench.lib import nvidia_smi
 from bench.lib.budget import Budget
 from bench.lib.record import write_csv
 from gckernels.toolkit.kernels.launch import Launch
-from harness.machine_code.aot import compiling_for, specialize
+from harness.machine_code.aot import compiling_for, specialize, target_of
 
-HOPPER = 90  # assumed where nvidia-smi reports no compute capability
 MAX_SHOWN = 12  # failures in the summary
 
 _launches: list[Launch] = []  # to compile; the forked workers inherit the list and receive indices
 
 
-def capability() -> int:
-    """The GPU's compute capability, 90 for 9.0, as ``nvidia-smi`` reports it: using CUDA would rule out forking."""
-    text = nvidia_smi.query("compute_cap").get("compute_cap", "")
-    return int(text.replace(".", "")) if text else HOPPER
+def architecture_here() -> int | str:
+    """The architecture that launches on this machine's GPU are compiled for: 90 for capability 9.0, or ``"gfx942"``.
+
+    Raises:
+        RuntimeError: Triton finds no GPU that it can compile for.
+    """
+    architecture: int | str = runtime.active.get_current_target().arch
+    return architecture
 
 
-def distinct(launches: Iterable[Launch]) -> list[Launch]:
+def distinct(launches: Iterable[Launch], architecture: int | str) -> list[Launch]:
     """The first launch of every distinct combination of kernel, specialisation and options."""
     first_launches: dict[tuple[str, ...], Launch] = {}
     for launch in launches:
         if 0 not in launch.grid:
-            key = (launch.kernel.__module__, launch.name, *map(str, specialize(launch, HOPPER)))
+            key = (launch.kernel.__module__, launch.name, *map(str, specialize(launch, architecture)))
             first_launches.setdefault((*key, str(launch.options)), launch)
     return list(first_launches.values())
 
@@ -54,8 +57,13 @@ def compile_all(launches: Iterable[Launch], budget: Budget) -> Result:
     The environment must not have ``TRITON_INTERPRET`` set.
     """
     global _launches
-    _launches = distinct(launches)
-    where = capability()
+    with multiprocessing.get_context("spawn").Pool(1) as other:  # using the GPU here would rule out forking
+        try:
+            where = other.apply(architecture_here)
+        except RuntimeError as error:
+            return Result(False, [f"nothing is compiled: Triton finds no GPU to compile for: {error}"])
+    name = f"sm_{where}" if isinstance(where, int) else where
+    _launches = distinct(launches, where)
     rows: list[dict[str, Any]] = []
     workers = max(1, min(14, (os.cpu_count() or 1) - 1))
     with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -70,13 +78,13 @@ def compile_all(launches: Iterable[Launch], budget: Budget) -> Result:
     write_csv("compiled", cuda, sorted(rows, key=lambda row: (row["kernel"], row["specialization"])))
     failed = [row for row in rows if row["error"]]
     spent_s = sum(float(row["seconds"]) for row in rows)
-    lines = [f"{len(rows) - len(failed)} of {len(_launches)} kernels compiled for sm_{where}, {spent_s:.0f} s of CPU"]
+    lines = [f"{len(rows) - len(failed)} of {len(_launches)} kernels compiled for {name}, {spent_s:.0f} s of CPU"]
     lines += [f"{row['kernel']}: {row['error']}" for row in failed[:MAX_SHOWN]]
     return Result(not failed, lines)
 
 
-def source(launch: Launch, where: int) -> ASTSource:
-    """The compiler's input for the kernel of ``launch``, for compute capability ``where``."""
+def source(launch: Launch, where: int | str) -> ASTSource:
+    """The compiler's input for the kernel of ``launch``, for an architecture."""
     return ASTSource(launch.kernel, *specialize(launch, where))
 
 
@@ -87,15 +95,16 @@ def _compile_launcher(kernel: ASTSource, metadata: Any) -> None:
             driver.CudaLauncher(kernel, metadata)
 
 
-def _compile(task: tuple[int, int]) -> dict[str, Any]:
+def _compile(task: tuple[int, int | str]) -> dict[str, Any]:
     index, where = task
     launch = _launches[index]
     started, error = time.monotonic(), ""
     kernel = source(launch, where)
     try:
-        with compiling_for(GPUTarget("cuda", where, 32)) as target:
-            compiled = triton.compile(kernel, target=target, options=launch.options)
-        _compile_launcher(kernel, compiled.metadata)
+        with compiling_for(target_of(where)) as target:
+            compiled = triton.compile(kernel, target=target, options=launch.options_for(target.backend))
+        if target.backend == "cuda":
+            _compile_launcher(kernel, compiled.metadata)
     except Exception as problem:  # any error is reported
         error = f"{type(problem).__name__}: ... {' '.join(str(problem).split())[-250:]}"  # the reason comes last
     specialization = " ".join(f"{name}={value}" for name, value in (kernel.signature | launch.constexprs).items())

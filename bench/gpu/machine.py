@@ -20,6 +20,7 @@ from bench.lib import nvidia_smi
 from bench.lib.budget import Budget
 from bench.lib.program import found
 from bench.lib.record import results_folder
+from gckernels.devices import architecture_of
 
 PACKAGES = ("hypothesis", "matplotlib", "numpy", "pytest", "pytest-timeout", "pytest-xdist")
 FIELDS = (
@@ -36,7 +37,8 @@ def describe(budget: Budget) -> Result:
     facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "architecture": architecture_of(torch.device("cuda")),
         "nccl": _nccl(),
         "triton": triton.__version__,
         "packages": {name: _version(name) for name in PACKAGES},

@@ -104,7 +104,8 @@ def clock_rate(device: Any = None) -> int:
 
 
 _current = Stream()
-_PROPERTIES = SimpleNamespace(name="Rehearsal", multi_processor_count=1, L2_cache_size=L2_NBYTES, total_memory=2**30)
+_PROPERTIES = SimpleNamespace(name="Rehearsal", major=9, minor=0, multi_processor_count=1)
+_PROPERTIES.L2_cache_size, _PROPERTIES.total_memory = L2_NBYTES, 2**30
 REPLACED: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,

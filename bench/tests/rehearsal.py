@@ -31,7 +31,7 @@ cuda.__enter__()
 
 import conftest  # noqa: F401  fixes the interpreter of Triton 3.6
 import gckernels
-from bench.gpu import bandwidth, bits, memcheck
+from bench.gpu import bandwidth, bits, compilation, memcheck
 from bench.kernels import batch, gpu_kernels, powersgd, topk
 from gckernels import EFSignSGD
 from gckernels.toolkit.quantizer import QuantizerTriton
@@ -59,6 +59,12 @@ class Breaks(EFSignSGD):
     triton = _Breaking()
 
 
+def architecture_here() -> int:
+    """A capability, without asking Triton for a GPU."""
+    return 90
+
+
+compilation.architecture_here = architecture_here
 target = importlib.import_module(f"bench.gpu.{os.environ['REHEARSED']}")
 bandwidth.SIZES_NBYTES = (2**12, 2**18)
 bits.SIZES = (1, 40)

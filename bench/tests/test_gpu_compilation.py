@@ -38,7 +38,7 @@ from bench.gpu.compilation import distinct
 from bench.kernels.gpu_kernels import bandwidth_cases
 
 launches = [launch for case in bandwidth_cases() for launch in case.launches()]
-assert len(launches) > len(distinct(launches)) > 100
+assert len(launches) > len(distinct(launches, 90)) > 100
 """
 
 LOOKED_FOR = """
@@ -64,7 +64,7 @@ triton.compiler.compile = compile
 for spec in ("EFSignSGD", "EFSignSGD(block=None)", "TopK", "Cast16"):
     compressor = gckernels.from_spec(spec)
     for numel in (1, 1500):
-        for launch in compilation.distinct(bits.launches(compressor, numel, torch.float32)):
+        for launch in compilation.distinct(bits.launches(compressor, numel, torch.float32), 90):
             compiled.add(key(compilation.source(launch, 90), launch.options))
         for _, check in bits.compare(compressor, numel, torch.float32, torch.device("cpu"), seed=0):
             try:
@@ -76,11 +76,42 @@ assert len(compiled) > 20
 """
 
 
+FOR_AMD = """
+import torch
+from gckernels.toolkit.kernels import launch as launching
+
+launching.BACKEND = "hip"
+from bench.gpu import compilation
+from gckernels import Cast16
+from harness.machine_code.launches import calls_of_one
+
+calls = calls_of_one(Cast16(), torch.float32, 1500, 1, 1, accumulate=False)
+compilation._launches = compilation.distinct([launch for _, _, each in calls for launch in each], "gfx942")
+assert [compilation._compile((index, "gfx942"))["error"] for index in range(2)] == ["", ""]
+"""
+
+WITHOUT_A_GPU = """
+from bench.gpu import compilation
+from bench.lib.budget import Budget
+
+if __name__ == "__main__":
+    result = compilation.compile_all([], Budget(60))
+    assert not result.ok and result.lines[0].startswith("nothing is compiled: Triton finds no GPU"), result
+"""
+
+
+def test_without_a_gpu_nothing_is_compiled(tmp_path):
+    script = tmp_path / "script.py"  # a process is started from a file
+    script.write_text(WITHOUT_A_GPU)
+    output_of(script, timeout_s=200, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")
+
+
 @pytest.mark.parametrize(
     "script",
     [
         pytest.param(RECORDED, id="cases of a GPU", marks=pytest.mark.slow),
         pytest.param(LOOKED_FOR, id="what launches look for"),
+        pytest.param(FOR_AMD, id="for AMD", marks=pytest.mark.slow),
     ],
 )
 def test_kernels_are_compiled_before_they_are_launched(script):

@@ -38,7 +38,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from gckernels.toolkit.kernels.launch import Launch
 
 TARGETS = (80, 90, 100)  # compute capabilities: A100; H100 and H200; B200
-AMD = "gfx942"  # MI300
+AMD = ("gfx90a", "gfx942", "gfx950")  # MI200; MI300; MI350
 INSTRUCTION_NBYTES = 16  # from sm_70 on
 
 
@@ -145,7 +145,7 @@ def _compiled(launch: Launch, capability: int) -> tuple[dict[str, str], Any]:
     """The types of the arguments, and what Triton compiled or found in its cache."""
     signature, constexprs, attributes = specialize(launch, capability)
     source = ASTSource(launch.kernel, signature, constexprs, attributes)
-    with compiling_for(_target(capability)) as target:
+    with compiling_for(target_of(capability)) as target:
         return signature, triton.compile(source, target=target, options=launch.options_for("cuda"))
 
 
@@ -211,19 +211,19 @@ def _compile(index: int) -> Compiled:
     return compile_launch(*_work[index])
 
 
-def assemble_for_amd(launch: Launch) -> str:
-    """The assembly of ``launch`` for the architecture ``AMD``, as text.
+def assemble_for_amd(launch: Launch, architecture: str) -> str:
+    """The assembly of ``launch`` for an architecture such as ``"gfx942"``, as text.
 
     Raises:
         RuntimeError, triton.CompilationError: as :func:`compile_launch`.
     """
-    source = ASTSource(launch.kernel, *specialize(launch, AMD))
-    with compiling_for(_target(AMD)) as target:
+    source = ASTSource(launch.kernel, *specialize(launch, architecture))
+    with compiling_for(target_of(architecture)) as target:
         return triton.compile(source, target=target, options=launch.options_for("hip")).asm["amdgcn"]
 
 
 def lower_launch(launch: Launch, architecture: int | str) -> str:
-    """Triton's GPU IR of ``launch``, as text, for a compute capability or ``AMD``; nothing is cached.
+    """Triton's GPU IR of ``launch``, as text, for a compute capability or an architecture of AMD; nothing is cached.
 
     Raises:
         RuntimeError: Triton runs its interpreter in this process (``TRITON_INTERPRET``), or a pass fails.
@@ -231,7 +231,7 @@ def lower_launch(launch: Launch, architecture: int | str) -> str:
     """
     # the stages of triton.compile up to "ttgir"
     source = ASTSource(launch.kernel, *specialize(launch, architecture))
-    target = _target(architecture)
+    target = target_of(architecture)
     backend = make_backend(target)
     options = backend.parse_options(launch.options_for(target.backend) | source.parse_options())
     context = ir.context()
@@ -251,7 +251,7 @@ def specialize(launch: Launch, architecture: int | str) -> tuple[dict[str, str],
     """``(types, compile-time values, hints)`` of the launch's arguments; launches that agree in them share a kernel."""
     # the same steps as in JITFunction.run, without a device
     backend, bind = _binder(launch.kernel, architecture)
-    options = launch.options_for(_target(architecture).backend)
+    options = launch.options_for(target_of(architecture).backend)
     bound, specialization, _ = bind(*launch.args, **launch.constexprs, **options)
     _, *specialized = launch.kernel._pack_args(backend, launch.constexprs | options, bound, specialization, None)
     signature, constexprs, attributes = specialized
@@ -262,12 +262,15 @@ def specialize(launch: Launch, architecture: int | str) -> tuple[dict[str, str],
 def _binder(kernel: Any, architecture: int | str) -> tuple[Any, Any]:
     if not isinstance(kernel, JITFunction):
         raise RuntimeError("ahead-of-time compilation needs a process without TRITON_INTERPRET")
-    backend = make_backend(_target(architecture))
+    backend = make_backend(target_of(architecture))
     return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
-def _target(architecture: int | str) -> GPUTarget:
-    return GPUTarget("cuda", architecture, 32) if isinstance(architecture, int) else GPUTarget("hip", architecture, 64)
+def target_of(architecture: int | str) -> GPUTarget:
+    """Triton's target for a compute capability such as 90, or an architecture of AMD such as ``"gfx942"``."""
+    if isinstance(architecture, int):
+        return GPUTarget("cuda", architecture, 32)
+    return GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
 
 
 def _read(launch: Launch, capability: int, signature: dict[str, str], compiled: Any) -> Compiled:

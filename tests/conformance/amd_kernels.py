@@ -1,6 +1,6 @@
 """Assemble all kernels for an AMD GPU and print the facts about them as JSON.
 
-    python amd_kernels.py
+    python amd_kernels.py gfx942
 
 This is a script, because it needs a process without ``TRITON_INTERPRET``; ``test_amd.py`` runs it.
 """
@@ -18,7 +18,7 @@ from gckernels import Codec
 from gckernels.testing.configurations import CONFIGURATIONS
 from gckernels.toolkit.kernels import launch as launching
 from gckernels.toolkit.kernels.launch import Launch
-from harness.machine_code.aot import AMD, assemble_for_amd, specialize
+from harness.machine_code.aot import assemble_for_amd, specialize
 from harness.machine_code.launches import (
     calls_of_many,
     calls_of_one,
@@ -46,7 +46,7 @@ def facts(number: int) -> dict[str, object]:
     """The configuration and name of a kernel, its spilled registers, and whether its threads may exchange values
     through global memory. Then its waits for memory: all of them, and those with a barrier and no access behind."""
     spec, launch = _kernels[number]
-    assembly = assemble_for_amd(launch)
+    assembly = assemble_for_amd(launch, sys.argv[1])
     spilled = re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)  # scalar registers are spilled into vector registers
     return {
         "spec": spec,
@@ -73,7 +73,7 @@ def main() -> None:
         recorded += [(f"PowerSGD(rank={rank})", launch) for launch in powersgd]
     different: dict[tuple[object, ...], tuple[str, Launch]] = {}
     for spec, launch in recorded:
-        different[launch.kernel, str(specialize(launch, AMD)), str(launch.options_for("hip"))] = spec, launch
+        different[launch.kernel, str(specialize(launch, sys.argv[1])), str(launch.options_for("hip"))] = spec, launch
     _kernels[:] = different.values()
     with multiprocessing.get_context("fork").Pool() as pool:
         found = pool.map(facts, range(len(_kernels)), 1)

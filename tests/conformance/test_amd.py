@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gckernels.toolkit.kernels.launch import Launch
+from harness.machine_code.aot import AMD
 from processes import output_of
 
 EXPECTED = {"_encode_kernel", "_encode_batch_kernel", "_decode_batch_kernel", "_accumulate_kernel", "_decode_kernel"}
@@ -18,8 +19,9 @@ EXPECTED |= {"_mark_kernel", "_list_kernel", "_digit_kernel", "_emit_kernel", "_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_kernels_assemble_without_spills_and_wait_before_they_exchange():
-    found = json.loads(output_of(Path(__file__).with_name("amd_kernels.py")))
+@pytest.mark.parametrize("architecture", AMD)
+def test_kernels_assemble_without_spills_and_wait_before_they_exchange(architecture):
+    found = json.loads(output_of(Path(__file__).with_name("amd_kernels.py"), architecture))
     assert {record["kernel"] for record in found} >= EXPECTED
     assert all(record["counts"] == 1 for record in found), "the assembly has no count of spilled registers"
     spilled = [record for record in found if record["spilled"]]

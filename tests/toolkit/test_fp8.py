@@ -111,7 +111,8 @@ for spec in ("BlockFP8", "BlockFP8(format='e5m2', block=32)"):
         if call in ("encode", "decode"):
             texts = [disassemble(launches[0], capability) for capability in (80, 90)]
             found = [[name for name in ("E4M3", "E5M2") if f".{name}." in text] for text in texts]
-            print(call, *("".join(names) or "integers" for names in found), bool(assemble_for_amd(launches[0])))
+            for_amd = bool(assemble_for_amd(launches[0], "gfx942"))
+            print(call, *("".join(names) or "integers" for names in found), for_amd)
 """
 
 
