@@ -22,16 +22,14 @@ MAX_SHOWN = 10  # lines in the summary
 
 
 def run_kernels(budget: Budget) -> Result:
-    """Encode with feedback and decode once, with the kernels of every compressor of :data:`SPECS`."""
+    """Encode, decode and recode bound units as training does, with the kernels of every compressor of :data:`SPECS`."""
     device = torch.device("cuda")
     for spec in SPECS:
         compressor = gckernels.from_spec(spec)
         assert isinstance(compressor, gckernels.Codec)
         # filled on the CPU: torch's own kernels need no check
-        grad, residual = torch.randn(NUMEL).to(device), torch.randn(compressor.traits.states * NUMEL).to(device)
-        payload = torch.zeros(compressor.payload_nbytes(NUMEL), dtype=torch.uint8).to(device)
-        bits.encode(compressor.triton, compressor, grad, residual, payload)
-        bits.decode(compressor.triton, compressor, payload[None], grad)
+        for call in bits.bound_calls(compressor, NUMEL, torch.float32, torch.randn):
+            call.work(compressor.triton, [bits.moved(unit, device) for unit in call.units], call.is_bound)()
         torch.cuda.synchronize()
         print(spec, "has run", flush=True)
     return Result(True, [f"{len(SPECS)} compressors have run"])

@@ -31,19 +31,19 @@ cuda.__enter__()
 
 import conftest  # noqa: F401  fixes the interpreter of Triton 3.6
 import gckernels
-from bench.gpu import bandwidth, bits, compilation, memcheck
+from bench.gpu import bandwidth, bits, compilation, low_rank, memcheck
 from bench.kernels import batch, gpu_kernels, powersgd, topk
 from gckernels import EFSignSGD
 from gckernels.toolkit.quantizer import QuantizerTriton
 
 
 class _Dying(QuantizerTriton):
-    def encode(self, *arguments: object) -> None:
+    def bind_encodes(self, *arguments: object) -> None:
         os._exit(7)
 
 
 class _Breaking(QuantizerTriton):
-    def encode(self, *arguments: object) -> None:
+    def bind_encodes(self, *arguments: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
@@ -67,7 +67,8 @@ def architecture_here() -> int:
 compilation.architecture_here = architecture_here
 target = importlib.import_module(f"bench.gpu.{os.environ['REHEARSED']}")
 bandwidth.SIZES_NBYTES = (2**12, 2**18)
-bits.SIZES = (1, 40)
+bits.SHAPES, bits.MORE_SHAPES = ((1, torch.bfloat16),), ((40, torch.float32),)
+low_rank.METHODS = {"PowerSGD(rank=4)": 4}
 bits.NUM_PROCESSES = 1
 few = [gckernels.from_spec(spec) for spec in ("EFSignSGD", "RandomK")]
 bits.DEFAULTS = {compressor.name: compressor for compressor in few}
@@ -75,7 +76,7 @@ bits.CONFIGURATIONS = dict(bits.DEFAULTS)
 if "FAULTS" in os.environ:
     bits.CONFIGURATIONS = {"Dies": Dies(), "Breaks": Breaks(), **bits.CONFIGURATIONS}
     bits.DEFAULTS = {}
-target.CONFIGURATIONS = bits.CONFIGURATIONS
+    low_rank.METHODS = {}
 memcheck.SPECS = ("EFSignSGD",)
 memcheck.NUMEL = 40
 gpu_kernels.BANDWIDTH_SIZES = ((2**10, "float32"), (2**10, "bfloat16"))

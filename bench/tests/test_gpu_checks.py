@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu import bits, memcheck, pytest_runs
+from bench.gpu import bits, low_rank, memcheck, pytest_runs
 from bench.lib.budget import Budget
 from gckernels import EFSignSGD
+from gckernels.codec import Backend
+from gckernels.ops.powersgd import host, kernels
 from gckernels.toolkit.quantizer import QuantizerHost
 
 # -------------------------------------------------------------------- bits and memcheck
@@ -26,15 +28,32 @@ def test_bits_that_differ_are_found(monkeypatch):
             super().decode(unit, scale, accumulate)
             unit.out[-1:].neg_()
 
+        bind_decodes = Backend.bind_decodes
+
     class Wrong(EFSignSGD):
         triton = WrongHost()
 
-    monkeypatch.setattr(bits, "SIZES", (40,))
+    monkeypatch.setattr(bits, "SHAPES", ((40, torch.float32), (77, torch.bfloat16)))
     monkeypatch.setattr(bits, "CONFIGURATIONS", {"Wrong": Wrong(), "Right": EFSignSGD()})
     cpu = torch.device("cpu")
-    wrong = {row["call"] for row in bits.rows_of("Wrong", cpu) if row["agree"] == "no"}
-    assert wrong == {"decode", "decode 3"}
-    assert [row for row in bits.rows_of("Right", cpu) if row["agree"] != "yes"] == []
+    wrong = {row["call"] for bound in (True, False) for row in bits.rows_of(("Wrong", bound), cpu) if row["message"]}
+    assert wrong == {"bound decodes 1", "bound decodes 3", "decode 1", "decode 3"}
+    assert [row for bound in (True, False) for row in bits.rows_of(("Right", bound), cpu) if row["message"]] == []
+
+
+def test_products_that_differ_are_found(monkeypatch):
+    def wrong(grads, residuals, right, left, scale):
+        work = host.bind_left(grads, residuals, right, left, scale)
+        return lambda: (work(), left[1].mul_(1.001))
+
+    for stage in ("left", "right", "orthogonalise", "keep", "reconstruct"):
+        monkeypatch.setattr(kernels, f"bind_{stage}", getattr(host, f"bind_{stage}"))
+    cases = (4, 1500, torch.bfloat16, torch.device("cpu"), torch.Generator())
+    for _, check in low_rank.compare(*cases):
+        check()
+    monkeypatch.setattr(kernels, "bind_left", wrong)
+    with pytest.raises(AssertionError, match="than rounding explains"):
+        dict(low_rank.compare(*cases))["left"]()
 
 
 def test_memcheck_without_the_tool(monkeypatch):

@@ -47,8 +47,6 @@ import torch
 import triton.compiler
 from bench.gpu import bits, compilation
 
-import gckernels
-
 def key(source, options):
     return source.hash(), triton.compiler.make_backend(fake_driver.TARGET).parse_options(dict(options)).hash()
 
@@ -61,16 +59,16 @@ def compile(src, target, options, **rest):
     return compile_nothing(src, target, options, **rest)
 
 triton.compiler.compile = compile
-for spec in ("EFSignSGD", "EFSignSGD(block=None)", "TopK", "Cast16"):
-    compressor = gckernels.from_spec(spec)
-    for numel in (1, 1500):
-        for launch in compilation.distinct(bits.launches(compressor, numel, torch.float32), 90):
-            compiled.add(key(compilation.source(launch, 90), launch.options))
-        for _, check in bits.compare(compressor, numel, torch.float32, torch.device("cpu"), seed=0):
-            try:
-                check()
-            except AssertionError:
-                pass  # nothing has run
+for spec in ("BlockQuant(bits=4)", "EFSignSGD(block=None)", "TopK", "Cast16", "PowerSGD(rank=4)"):
+    for task in ((spec, True), (spec, False)):
+        for numel in (1, 1500):
+            for launch in compilation.distinct(bits.launches(task, numel, torch.float32), 90):
+                compiled.add(key(compilation.source(launch, 90), launch.options))
+            for _, check in bits.compare(task, numel, torch.float32, torch.device("cpu"), seed=0):
+                try:
+                    check()
+                except AssertionError:
+                    pass  # nothing has run
 assert compiled == looked_for, (len(compiled), len(looked_for), len(compiled & looked_for))
 assert len(compiled) > 20
 """

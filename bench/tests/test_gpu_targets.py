@@ -154,19 +154,21 @@ def test_gpu_light(tmp_path, tool):
     table = (tmp_path / "out" / "gpu_light.txt").read_text()
     assert printed.endswith(table)
     assert [line.split()[:2] for line in table.splitlines()] == [
-        [part, "ok"] for part in ("machine", "compile", "bandwidth", "bits", "memcheck")
+        [part, "ok"] for part in ("machine", "compile", "bits", "memcheck", "bandwidth")
     ]
     assert {path.name for path in (tmp_path / "out").iterdir()} == LIGHT_FILES
     assert all(not row["error"] for row in rows_of(tmp_path / "out" / "compiled.csv"))
     checked = rows_of(tmp_path / "out" / "bits.csv")
-    assert len(checked) == 40 and {row["agree"] for row in checked} == {"yes"}
+    assert {row["agree"] for row in checked} == {"yes"}
+    bound = {f"bound {call}codes with feedback in {kind}" for call in ("en", "re") for kind in ("fp32", "8 bits")}
+    assert {row["call"] for row in checked} >= {*bound, "bound decodes 3", "reconstruct", "encode"}
     assert {(row["driver"], row["memory_clock_mhz"]) for row in checked} == {("580.1", "3201")}
 
 
 @pytest.mark.slow
 def test_a_kernel_that_ends_its_process_costs_its_own_configuration(tmp_path):
     printed = rehearse(tmp_path, "light", "--only", "bits", environment={"FAULTS": "1"})
-    assert "40 of 42 calls agree, 2 configurations have wrong calls\nDies: 1\nBreaks: 1\n" in printed
+    assert "10 of 12 calls agree, 2 configurations have wrong calls\nDies: 1\nBreaks: 1\n" in printed
 
 
 @pytest.mark.slow
