@@ -4,13 +4,16 @@
     make test-gpu-nccl PARTS="device options" OUT=/some/folder
 
 NCCL accepts one rank per GPU and host. Each rank therefore claims a separate host (``NCCL_HOSTID``), and the ranks
-communicate over sockets. Every part writes a JUnit file:
+communicate over sockets. Every part writes a JUnit file, and may take at most as long as said here:
 
-- ``streams``: what traces record of CUDA streams;
-- ``device`` and ``host``: gradients and parameters, with everything computed on the GPU, and with a part of it computed
-  on the host; of two and four ranks, compared with the same training on the CPU over Gloo; ``device`` also
-  captures a step, with its collectives, as a CUDA graph;
-- ``options``: as many programs of all kinds as time allows.
+- ``trainings`` (60 s): one training each of DDP, FSDP2 and averaged updates, on two ranks, with the digests of the CPU;
+- ``sanitizer`` (60 s): the trainings of DDP and FSDP2 under torch's CUDA sanitizer, which looks for accesses from
+  streams that do not wait for each other;
+- ``streams`` (40 s): what traces record of CUDA streams;
+- ``device`` (130 s) and ``host`` (90 s): gradients and parameters, with everything computed on the GPU, and with a part
+  of it computed on the host; of two and four ranks, compared with the same training on the CPU over Gloo; ``device``
+  also captures a step, with its collectives, as a CUDA graph;
+- ``options`` (240 s): as many programs of all kinds as time allows.
 
 ``nccl.log`` has NCCL's own messages.
 """
@@ -58,11 +61,20 @@ def ranks(name: str, *arguments: str) -> Callable[[Budget], Result]:
 
 
 CAPTURED = "tests/sync/messages/test_captured_steps.py"
+TRAINED = "tests/sync/frontends/test_gpu.py"
+FIRST = "2-attach or 2-sharded or 2-updates"
 
 PARTS = (
+    Part("trainings", ranks("trainings", TRAINED, "-k", FIRST), max_s=60, min_s=30),
+    Part("sanitizer", ranks("sanitizer", TRAINED, "-k", "sanitizer"), max_s=60, min_s=30),
     Part("streams", ranks("streams", "tests/sync/engine/test_timeline_recorder.py"), max_s=40),
-    Part("device", ranks("device", "tests/sync/frontends/test_gpu.py", CAPTURED, "-k", "device"), max_s=130, min_s=30),
-    Part("host", ranks("host", "tests/sync/frontends/test_gpu.py", "-k", "host"), max_s=90, min_s=30),
+    Part(
+        "device",
+        ranks("device", TRAINED, CAPTURED, "-k", f"device and not (sanitizer or {FIRST})"),
+        max_s=130,
+        min_s=30,
+    ),
+    Part("host", ranks("host", TRAINED, "-k", "host"), max_s=90, min_s=30),
     Part("options", ranks("options", "tests/sync/programs/test_options.py"), max_s=240, min_s=40),
 )
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gckernels
@@ -75,8 +82,11 @@ class Given(nn.Module):
 SPECS = ("BlockQuant", "TopK(ratio=0.1)")
 
 
-def gradients_of_batches(front: str, device: torch.device) -> list[str]:
-    """For every compressor: the digests of each step's gradients and of the residuals at the end.
+FRONTS = ("attach", "module", "sharded", "updates")
+
+
+def digests_of_training(front: str, device: torch.device) -> list[str]:
+    """For every compressor: the digests of each step's gradients and parameters, and of the residuals at the end.
 
     Batches are small integers, whose sums are exact in any order.
     """
@@ -85,38 +95,83 @@ def gradients_of_batches(front: str, device: torch.device) -> list[str]:
     for spec in SPECS:
         model: nn.Module = Given().to(device)
         compressor = gckernels.from_spec(spec)
+        shapes = [each.shape for each in model.parameters()]
         if front == "attach":
             model = DistributedDataParallel(model, process_group=group)
-            executed = attach(model, sync.uniform_plan(model, compressor))
+        elif front == "sharded":
+            fully_shard(model, mesh=DeviceMesh.from_group(group, device.type))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if front == "updates":
+            settings = {"every": 2, "scale_steps": False, "process_group": group}
+            executed = sync.average_updates(model, optimizer, compressor, **settings)
         else:
-            plan = sync.uniform_plan(model, compressor, world_size=dist.get_world_size(group))
-            executed = attach(model, plan, process_group=group)
+            settings = {"process_group": group} if front == "module" else {}
+            world_size = dist.get_world_size(group)
+            executed = attach(model, sync.uniform_plan(model, compressor, world_size=world_size), **settings)
         assert {unit.compressor for unit in executed.plan.units} == {compressor}
-        for _ in range(3):
+        for _ in range(4):
             model.zero_grad()
-            given = [8.0 * torch.randint(-4, 5, each.shape, generator=generator) for each in model.parameters()]
+            given = [8.0 * torch.randint(-4, 5, shape, generator=generator) for shape in shapes]
             model([each.to(device) for each in given]).backward()
-            found.append(digest_of(parameter.grad.cpu() for parameter in model.parameters()))
+            optimizer.step()
+            for tensors in ([each.grad for each in model.parameters()], model.parameters()):
+                found.append(digest_of(local(each).cpu() for each in tensors))
         kept = executed.state_dict()["feedback"]["worker"]
         found.append(digest_of(kept[name].cpu() for name in sorted(kept)))
         executed.close()
     return found
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 CPU = torch.device("cpu")
 
 
 def test_the_module_gives_the_gradients_of_the_hook():
-    hook, attachment = (values_of(run_ranks(2, gradients_of_batches, front, CPU)) for front in ("attach", "module"))
-    assert hook == attachment and len({*hook[0]}) == len(hook[0])
+    hook, attachment = (values_of(run_ranks(2, digests_of_training, front, CPU)) for front in ("attach", "module"))
+    assert hook == attachment
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_trainings_that_a_device_repeats_run_on_a_cpu(front):
+    first, second = values_of(run_ranks(2, digests_of_training, front, CPU))
+    assert first != second  # residuals and shards are each rank's own
+    assert len(set(first)) > len(first) / 2
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("front", ["attach", "module"])
+@pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_device_gives_the_gradients_of_the_cpu(world_size, front):
-    found = run_ranks(world_size, gradients_of_batches, front, torch.device("cuda", 0), timeout_s=300.0, fresh=True)
-    assert values_of(found) == values_of(run_ranks(world_size, gradients_of_batches, front, CPU))
+def test_a_device_gives_the_digests_of_the_cpu(world_size, front):
+    found = run_ranks(world_size, digests_of_training, front, torch.device("cuda", 0), timeout_s=300.0, fresh=True)
+    assert values_of(found) == values_of(run_ranks(world_size, digests_of_training, front, CPU))
+
+
+def digests_under_the_sanitizer(front: str, device: torch.device) -> list[str]:
+    """The digests of a training, while torch looks for accesses from streams that do not wait for each other.
+
+    It sees the operations of this thread and of backward. Its environment variable would start CUDA before ranks fork.
+    """
+    from torch.cuda import _sanitizer  # begins to trace CUDA
+
+    current = SimpleNamespace(cuda_stream=0)
+    asked = mock.patch.object(torch.cuda, "current_stream", lambda device=None: current)
+    with asked if device.type == "cpu" else contextlib.nullcontext():
+        _sanitizer.enable_cuda_sanitizer()
+        found = digests_of_training(front, device)
+        _sanitizer.cuda_sanitizer.disable()
+    return found
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("front", ["attach", "sharded"])
+def test_the_sanitizer_of_torch_finds_no_race(front, device):
+    """On a CPU it has nothing to look for, and changes nothing."""
+    found = run_ranks(2, digests_under_the_sanitizer, front, device, timeout_s=300.0, fresh=True)
+    assert values_of(found) == values_of(run_ranks(2, digests_of_training, front, CPU))
 
 
 def backwards_that_do_not_wait() -> list[float]:
