@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib.machinery
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
@@ -33,19 +35,25 @@ def reason_against() -> str | None:
 def build() -> Path:
     """Build the library unless there is one of the same sources and the same torch, and return its path."""
     library = _library()
-    if not library.exists():
-        folder = library.parent / f"{os.getpid()}"
-        folder.mkdir(parents=True)
-        options = f"name='device', sources=[{str(_HERE / 'device.cpp')!r}], build_directory={str(folder)!r}"
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with open(library.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks and test processes need it at the same time
+        if not library.exists():
+            _compile(library)
+    return library
+
+
+def _compile(library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        options = f"name='device', sources=[{str(_HERE / 'device.cpp')!r}], build_directory={folder!r}"
         program = f"from torch.utils.cpp_extension import load; load({options}, extra_cflags=['-O1'])"
-        found = subprocess.run(
-            [sys.executable, "-c", program], env=os.environ | {"PATH": _path()}, capture_output=True, text=True
-        )
+        environment = os.environ | {"PATH": _path()}
+        found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         if found.returncode:
             raise RuntimeError(f"the simulated device cannot be compiled\n{found.stderr[-4000:]}")
-        os.replace(folder / "device.so", library)
-        shutil.rmtree(folder)
-    return library
+        os.replace(Path(folder, "device.so"), library)
 
 
 def load() -> ModuleType:

@@ -22,6 +22,11 @@ from .module import compiled
 issued: list[str] = []
 """The communicators of the collectives that this rank has issued, in order."""
 
+_not_awaited: set[_Ended] = set()
+_last_awaited: list[_Ended] = []
+"""The works for which nobody has waited yet, and the last other one. DDP keeps one in C++, and asks it for its future
+when it has waited; so its object of Python must last."""
+
 
 _Group: Any = dist.ProcessGroup  # whose methods have other arguments in each release
 
@@ -34,7 +39,8 @@ class _Ended(Work):
 
     def __init__(self, stream: torch.Stream, used: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self._stream, self._used, self._outputs = stream, used, outputs
+        self._used, self._outputs = used, outputs
+        _not_awaited.add(self)
         self._behind = stream.record_event()
         devices: list[Any] = [stream.device]
         self._future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
@@ -43,12 +49,9 @@ class _Ended(Work):
 
     def wait(self, timeout: Any = None) -> bool:
         module.current_stream().wait_event(self._behind)
-        self._used = []
+        _not_awaited.discard(self)
+        _last_awaited[:] = [self]
         return True
-
-    def __del__(self) -> None:
-        for each in self._used:  # nobody has waited, but the memory must last
-            each.record_stream(self._stream)
 
     def synchronize(self) -> None:
         self.wait()

@@ -16,6 +16,7 @@ from ..choice import Choice, choose, policy_of
 from ..drafts.problem import Problem, ProblemError
 from ..drafts.rounds import UpdateRounds
 from ..machines.machine import MachineError
+from .common.caveats import Caveats
 from .common.console import Console
 from .common.files import STANDARD, add_outputs, reading
 from .common.inputs import (
@@ -101,7 +102,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     problem, caveats = problem_of(given, trace, machine, given.weights, _rounds_of(given, trace))
     caveats.check(given.machine)
     with reading(given.trace, "trace", (PlanError,)), reading(given.machine, "machine", (MachineError,)):
-        here = Advice.of(problem, _chosen(problem, given.policy))
+        here = Advice.of(problem, _chosen(problem, given.policy, caveats))
         steps = step_costs(problem, here.choice)
         elsewhere = None if given.sweep is None else predict(problem, here, sweeps, console.progress)
         least_s = min(row.step_s for row in here.choice.rows)
@@ -149,7 +150,7 @@ def _rounds_of(given: argparse.Namespace, trace: ModelTrace) -> UpdateRounds | N
         raise wrong_use(f"--{error}", "both are those of average_updates") from None
 
 
-def _chosen(problem: Problem, policy: str) -> Choice:
+def _chosen(problem: Problem, policy: str, caveats: Caveats) -> Choice:
     """The plan of a policy beside those of others, or a refusal that says why it has none."""
     try:
         return choose(problem, policy)
@@ -161,4 +162,5 @@ def _chosen(problem: Problem, policy: str) -> Choice:
         if (why := why_unusable(method, problem)) is not None:
             unusable = f"no gradient of {problem.trace.model} may use it: {why}"
             raise wrong_use(f"--policy {policy}: {unusable}", "choose another one") from None
+        caveats.check_price(method)
         raise wrong_use(f"--{error}", f"--compressors {shlex.quote(spec)} allows it, whatever its error is") from None

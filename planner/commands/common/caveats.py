@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gckernels.compressor import Compressor
+from gckernels.sync.plans.names import short_spec
 from gckernels.sync.plans.numbers import duration, plural, whole_percent
 from gckernels.sync.traces.model_trace import ModelTrace
 
@@ -135,6 +137,15 @@ class Caveats:
         """
         if self.unpriced and len(self.unpriced) == len(self.allowed):
             raise bad_data(f"{path}: {self._lacking}", self._remedy)
+
+    def check_price(self, method: Compressor) -> None:
+        """Refuse a machine without a good price of a compressor.
+
+        Raises:
+            CommandError: it has none.
+        """
+        if (spec := short_spec(method)) in self.unpriced:
+            raise bad_data(f"{self.problem.machine.name}: it has no good price of {spec}", self._remedy)
 
     @property
     def _lacking(self) -> str:

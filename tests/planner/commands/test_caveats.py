@@ -118,6 +118,8 @@ def test_compressors_without_a_price_are_named_and_left_out(trace, tmp_path, cap
     assert "gckernels profile --compressors Cast16 'BlockQuant(bits=4)' -o FILE" in errors
     _, found = run_json(capsys, *arguments)
     assert found["unpriced"] == ["BlockQuant(bits=4)"] and found["allowed"] == ["Cast16"]
+    code, _, errors = run_text(capsys, *arguments[:-1], "all:BlockQuant(bits=4)")
+    assert code == 3 and "it has no good price of BlockQuant(bits=4); gckernels profile" in errors
 
 
 def test_an_explanation_needs_no_price_of_what_the_plan_does_not_use(trace, tmp_path, capsys):

@@ -45,6 +45,7 @@ def built_again() -> list[str]:
     return digests
 
 
+@pytest.mark.host_only("lanes of a device are no threads")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_close_and_build_again(world_size):
     found = values_of(run_ranks(world_size, built_again))
@@ -108,6 +109,7 @@ def _backward(model: torch.nn.Module, module: torch.nn.Module, steps: range) -> 
     return digest_of(parameter.grad for parameter in module.parameters())
 
 
+@pytest.mark.host_only("it makes groups of Gloo")
 def test_what_outlives_the_process_groups(tmp_path):
     first, second = values_of(run_ranks(2, after_the_group, tmp_path))
     assert first == second
@@ -133,6 +135,7 @@ def without_a_handle(folder: Path) -> list[str]:
     return digests
 
 
+@pytest.mark.host_only("it makes groups of Gloo")
 def test_a_handle_that_was_lost_with_its_process_group(tmp_path):
     first, second = values_of(run_ranks(2, without_a_handle, tmp_path))
     assert first == second
@@ -156,6 +159,7 @@ def trained_after_the_group() -> list[str]:
     return digests
 
 
+@pytest.mark.host_only("lanes of a device are no threads")
 def test_training_goes_on_without_the_default_group():
     found = values_of(run_ranks(2, trained_after_the_group))
     assert {digest for digests in found for digest in digests} == {found[0][0]}
@@ -171,6 +175,7 @@ def dropped() -> None:
     assert not lanes()
 
 
+@pytest.mark.host_only("lanes of a device are no threads")
 def test_the_threads_of_a_model_that_is_gone_end():
     values_of(run_ranks(2, dropped))
 
@@ -185,6 +190,7 @@ def left_open() -> str:
 _KEPT: list[Any] = []
 
 
+@pytest.mark.host_only("lanes of a device are no threads")
 def test_a_program_that_never_closes_ends_all_the_same():
     outcomes = run_ranks(2, left_open, fresh=True, timeout_s=60)
     # run_ranks reports the threads, which still exist when the function returns; they end with the process

@@ -282,6 +282,7 @@ def refused() -> dict[str, str]:
     return found
 
 
+@pytest.mark.host_only("the simulated device has no sparse tensors")
 def test_what_is_refused():
     for found in values_of(run_ranks(2, refused, group_timeout_s=20)):
         for name, (_, expected) in REFUSED.items():

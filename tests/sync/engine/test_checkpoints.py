@@ -186,6 +186,7 @@ def _assert_same(attachment: Attachment, good: dict[str, Any]) -> None:
         assert all(torch.equal(now["feedback"][kind][name], residual) for name, residual in residuals.items())
 
 
+@pytest.mark.host_only("the simulated device has no sparse tensors")
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     for rank, texts in enumerate(values_of(run_ranks(2, refusals))):
         for text, output in zip(

@@ -103,6 +103,7 @@ def saved_by_another_process(folder: str) -> None:
         multiprocessing.resource_sharer.stop()  # the thread that passes tensors to the process
 
 
+@pytest.mark.host_only("the simulated device's groups have one backend for both devices")
 @pytest.mark.slow
 def test_saved_by_another_process(tmp_path):
     values_of(run_ranks(2, saved_by_another_process, str(tmp_path), fresh=True, exits=False))

@@ -24,6 +24,8 @@ from models import build
 from ranks import Outcome, run_ranks, values_of
 from workloads import thinned
 
+pytestmark = pytest.mark.host_only("collectives of a device do not raise where they are issued")
+
 FAULTY, WORLD_SIZE = 1, 3
 AT = 3  # the step of the fault; the first step is not compressed
 GROUP_TIMEOUT_S = 20.0  # ranks that are gone are noticed at once; others may be slow

@@ -16,6 +16,8 @@ from models import build
 from ranks import run_ranks, values_of
 from workloads import launched
 
+pytestmark = pytest.mark.host_only("collectives of a device do not raise where they are issued")
+
 GROUP_TIMEOUT_S = 3.0
 SLACK_S = 20.0  # allows for a busy machine; a hang would last for ever
 FAULTY, FAULTY_STEP = 1, 2

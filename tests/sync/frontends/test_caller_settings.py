@@ -79,6 +79,7 @@ def all_trained(front: str, settings: tuple[str | None, ...]) -> list[str]:
 
 
 # `make test` takes every setting, with one of the front ends
+@pytest.mark.host_only("it sets the default device itself")
 @pytest.mark.parametrize(
     ("front", "settings"),
     [

@@ -274,7 +274,8 @@ def converted() -> None:
     module.double()
     with pytest.raises(RuntimeError) as caught:
         module(Mlp.batch(1, dist.get_rank(), torch.float64)).backward()
-    text = "gradient of layers.4.bias is torch.float64 [7] on cpu, and was to be torch.float32 [7] on cpu"
+    device = module.layers[4].bias.device
+    text = f"gradient of layers.4.bias is torch.float64 [7] on {device}, and was to be torch.float32 [7] on {device}"
     assert text in str(caught.value)
     module.float()
     gradients_of_step(module, 1)

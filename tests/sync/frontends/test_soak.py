@@ -119,6 +119,7 @@ def delayed(submit, choose: random.Random, is_slow: bool):
     return submit_delayed
 
 
+@pytest.mark.host_only("its messages are on the CPU")
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("steps", "slow"), [(STEPS, None), (STEPS // 4, 2)], ids=["random delays", "one rank slow"])

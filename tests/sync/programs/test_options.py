@@ -237,6 +237,7 @@ def test_every_option_gives_the_mean_on_two_machines_of_two(specs, dtype, root, 
     check(found, {"Identity": 0.0, "BlockQuant": BLOCK_QUANT + rounding, "TernGrad": TERN_GRAD}, dtype)
 
 
+@pytest.mark.host_only("its messages are on the CPU")
 @pytest.mark.parametrize("stride", [8 * 61, pytest.param(61, marks=SLOW)])
 def test_where_a_program_computes_does_not_change_the_result(stride):
     """The host has a memory of its own here, so every tensor that it needs must be copied."""
@@ -272,6 +273,7 @@ def test_a_gpu_gives_the_same_as_the_cpu(topology, part):
     check_same(values_of(found), values_of(run_ranks(topology.world_size, synchronise, programs, *arguments)))
 
 
+@pytest.mark.host_only("its messages are on the CPU")
 @pytest.mark.parametrize("stride", [31, pytest.param(7, marks=SLOW)])
 @pytest.mark.parametrize("topology", [Topology(3, 2), pytest.param(Topology(2, 3), marks=SLOW)])
 def test_levels_that_are_no_powers_of_two(topology, stride):
@@ -281,6 +283,7 @@ def test_levels_that_are_no_powers_of_two(topology, stride):
     check(found, {"Identity": 32 * 8 * 2.0**-24, "BlockQuant": BLOCK_QUANT})
 
 
+@pytest.mark.host_only("its messages are on the CPU")
 @pytest.mark.parametrize(
     ("topology", "level"),
     [

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -123,6 +124,7 @@ def bound_to_a_device() -> None:
         default.bound_device_id = None
 
 
+@pytest.mark.host_only("it makes groups of Gloo")
 def test_groups_of_some_ranks_are_not_split_from_that_of_all():
     values_of(run_ranks(3, bound_to_a_device))
 
@@ -154,6 +156,7 @@ def refusing(times: int) -> Any:
     return summed.tolist(), set(dist.distributed_c10d._world.pg_names.values()) == before
 
 
+@pytest.mark.host_only("it makes groups of Gloo")
 def test_a_refused_connection_is_tried_again_by_all_ranks():
     assert values_of(run_ranks(2, refusing, groups.ATTEMPTS - 1)) == [([2, 2, 2], True)] * 2
 

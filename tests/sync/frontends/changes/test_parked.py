@@ -128,9 +128,12 @@ class Training:
         masses, parked = mass_of(self.handle), self.handle.state_dict().get("parked", {})
         for name, parameter in self.module.named_parameters():
             part = parked.get(name, torch.zeros(in_reals(parameter).numel()))
-            held = masses[name][-1] + summed(part.double()) / dist.get_world_size()
+            parked_everywhere = summed(part.double().to(parameter.device)).cpu()
+            held = masses[name][-1].cpu() + parked_everywhere / dist.get_world_size()
             # a sum of some dozen gradients in fp32
-            torch.testing.assert_close(in_reals(in_memory(held, parameter)), self.missing[name], rtol=0, atol=2e-4)
+            torch.testing.assert_close(
+                in_reals(in_memory(held, parameter)).cpu(), self.missing[name].cpu(), rtol=0, atol=2e-4
+            )
 
     @property
     def parked(self) -> set[str]:
@@ -310,7 +313,8 @@ def saved(front: str, folder: str, kind: str) -> dict[str, torch.Tensor]:
 
 def loaded(front: str, folder: str, kind: str, missing: dict[str, torch.Tensor]) -> None:
     training = Training(front, "eight")
-    training.missing, training.steps = missing, 100
+    training.steps = 100
+    training.missing = {name: each.to(torch.get_default_device()) for name, each in missing.items()}
     if kind == "dcp":
         dcp.load({"gckernels": training.handle.checkpoint(reads=f"{folder}/dcp")}, checkpoint_id=f"{folder}/dcp")
     else:

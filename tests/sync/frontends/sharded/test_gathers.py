@@ -183,6 +183,7 @@ def switching() -> list[tuple[str | None, float, float]]:
     return found
 
 
+@pytest.mark.host_only("FSDP gathers exact parameters on a device itself")
 def test_gathers_follow_the_plan():
     for found in values_of(run_ranks(2, switching)):
         for weights, error, nbytes in found:

@@ -34,7 +34,7 @@ class Recorded(torch.optim.SGD):
     received = torch.zeros(SHAPE, dtype=torch.float64, device="cpu")
 
     def step(self, closure: Any = None) -> Any:
-        Recorded.received -= self.members * self.param_groups[0]["params"][0].grad.double()
+        Recorded.received -= self.members * self.param_groups[0]["params"][0].grad.double().cpu()
         return super().step(closure)
 
 

@@ -33,7 +33,7 @@ def measured() -> None:
     parameters = {name: nn.Parameter(each) for name, each in values.items()}
     optimizer = torch.optim.AdamW(parameters.values())
     for noise, low, high in ((0.0, 1.0, 1.0 + 1e-6), (1.0, 1.0, math.sqrt(ranks)), (1e3, 1.2, math.sqrt(ranks))):
-        scales = StepScales([optimizer], group(), torch.device("cpu"))
+        scales = StepScales([optimizer], group(), torch.get_default_device())
         for round_ in range(30):
             scales.measure(
                 {name: gradients(noise, each.numel(), rank + ranks * round_) for name, each in values.items()}, values
@@ -60,7 +60,7 @@ def longer() -> None:
         one, other, idle = (nn.Parameter(start.clone()) for _ in range(3))
         optimizer, plain = (kind([each], lr=0.1, weight_decay=decay) for each in (one, other))
         optimizer.add_param_group({"params": [idle]})
-        scales = StepScales([optimizer], group(), torch.device("cpu"))
+        scales = StepScales([optimizer], group(), torch.get_default_device())
         scales.load({"one": (2.25, 1.0), "idle": (2.25, 1.0)})
         one.grad = other.grad = torch.ones(8, 8)
         parameters = {"one": one, "idle": idle}
