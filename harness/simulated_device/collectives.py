@@ -39,7 +39,7 @@ class _Ended(Work):
 
     def __init__(self, stream: torch.Stream, used: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         super().__init__()
-        self._used, self._outputs = used, outputs
+        self._stream, self._used, self._outputs = stream, used, outputs
         _not_awaited.add(self)
         self._behind = stream.record_event()
         devices: list[Any] = [stream.device]
@@ -49,9 +49,14 @@ class _Ended(Work):
 
     def wait(self, timeout: Any = None) -> bool:
         module.current_stream().wait_event(self._behind)
-        _not_awaited.discard(self)
-        _last_awaited[:] = [self]
+        self._let_go()
         return True
+
+    def _let_go(self) -> None:
+        _not_awaited.discard(self)
+        if all(each.numel() == 1 for each in self._used):  # such as DDP's number of ranks that have inputs
+            _last_awaited[:] = [self]
+        self._used = []
 
     def synchronize(self) -> None:
         self.wait()
@@ -65,6 +70,9 @@ class _Ended(Work):
         return True
 
     def get_future(self) -> Any:
+        for each in self._used:  # whoever waits for the future does not tell the work
+            each.record_stream(self._stream)
+        self._let_go()
         return self._future
 
     def result(self) -> list[torch.Tensor]:

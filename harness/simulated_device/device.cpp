@@ -193,8 +193,21 @@ size_t extent_nbytes(const Tensor& tensor) {
   return last * tensor.element_size();
 }
 
+// The functions of Python that this thread is in, if the environment asks for them.
+std::string callers() {
+  static const bool is_asked = getenv("SIMULATED_DEVICE_CALLERS") != nullptr;
+  if (!is_asked) return "";
+  py::gil_scoped_acquire with;
+  auto stack = py::module_::import("traceback").attr("extract_stack")();
+  std::string text;
+  for (auto frame : stack)
+    if (auto file = py::str(frame.attr("filename")).cast<std::string>(); file.find("site-packages") == std::string::npos)
+      text += " < " + file.substr(file.rfind('/') + 1) + ":" + py::str(frame.attr("lineno")).cast<std::string>();
+  return text;
+}
+
 void note(const Tensor& tensor, bool writes, const std::string& what, int stream) {
-  if (tensor.defined() && tensor.layout() == at::kStrided) order.access(tensor.unsafeGetTensorImpl()->data(), extent_nbytes(tensor), writes, what, stream);
+  if (tensor.defined() && tensor.layout() == at::kStrided) order.access(tensor.unsafeGetTensorImpl()->data(), extent_nbytes(tensor), writes, what + callers(), stream);
 }
 
 // The same memory as a tensor of the CPU, for whoever does the work of a stream. It does not keep the memory.
@@ -342,7 +355,7 @@ class Call {
     queues.wait(here());
     op_.callBoxed(&inner_);
     for (auto& [tensor, alias] : pairs_)
-      if (!tensor.numel() && alias.numel()) fill(tensor, alias);
+      if (!tensor.numel() && alias.sizes() != tensor.sizes()) fill(tensor, alias);
     bool has_value = false;
     size_t count = op_.schema().returns().size();
     for (size_t i = inner_.size() - count; i < inner_.size(); i++) {

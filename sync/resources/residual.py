@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gckernels.codec import chunk_bounds
+from gckernels.devices import used_here
 from gckernels.toolkit.residuals import decode_residual, encode_residual, multiply_residual, residual_nbytes
 
 
@@ -50,11 +51,14 @@ class Residual:
 
     def change(self, device: torch.device, form: EncodedForm | None) -> None:
         """Take another form, or go to another device. The tensor stays the same if nothing changes."""
+        before = self.tensor
         if form != self.form:
             values = self.values()
             self.tensor = values if form is None else encode_residual(values, form.chunks, form.size)
             self.form = form
         self.tensor = self.tensor.to(device)
+        if self.tensor is not before:
+            used_here(before)  # a state may have been loaded on another stream
 
     def part(self, chunk: int, size: int, states: int = 1) -> Residual:
         """The residual of one payload of the unit, in the same memory.

@@ -93,6 +93,7 @@ def all_cancelled(front: str, cases: list[tuple[str, str, str, str]]) -> list[st
     return [cancelled(front, *case) for case in cases]
 
 
+@pytest.mark.host_only("the host does not read gradients of a device")
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize(
     "cases",

@@ -135,6 +135,7 @@ def test_the_module_gives_the_gradients_of_the_hook():
     assert hook == attachment
 
 
+@pytest.mark.host_only("it names its devices itself")
 @pytest.mark.parametrize("front", FRONTS)
 def test_trainings_that_a_device_repeats_run_on_a_cpu(front):
     first, second = values_of(run_ranks(2, digests_of_training, front, CPU))
@@ -166,6 +167,7 @@ def digests_under_the_sanitizer(front: str, device: torch.device) -> list[str]:
     return found
 
 
+@pytest.mark.host_only("it names its devices itself")
 @pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("front", ["attach", "sharded"])
 def test_the_sanitizer_of_torch_finds_no_race(front, device):

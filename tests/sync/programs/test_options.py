@@ -219,6 +219,7 @@ SLOW = pytest.mark.slow
 
 
 # `make test` takes every sixth option of one compressor, and every twelfth of three in the narrow dtype
+@pytest.mark.host_only("its messages are on the CPU")
 @pytest.mark.parametrize(
     ("specs", "dtype", "root", "stride"),
     [

@@ -61,6 +61,7 @@ def tuned_and_resumed() -> list[Any]:
     return [found, resumed(EIGHT, found[-1]), resumed(None, found[-1])]
 
 
+@pytest.mark.host_only("FSDP gathers exact parameters on a device itself")
 def test_encoded_parameters_are_tried_where_they_are_allowed_and_stay_if_they_win():
     ranks = values_of(run_ranks(2, tuned_and_resumed, timeout_s=300.0))
     for wins, again, refused in ranks:

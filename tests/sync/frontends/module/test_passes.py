@@ -229,6 +229,7 @@ def all_refused() -> None:
             refused(finds, launches)
 
 
+@pytest.mark.host_only("nothing is used on a device after an error")
 def test_a_backward_that_was_refused_before_anything_was_sent_counts_as_one_that_only_accumulated():
     values_of(run_ranks(2, all_refused, group_timeout_s=60))
 

@@ -63,7 +63,7 @@ def stepped(model: nn.Linear, optimizer: torch.optim.Optimizer, generator: torch
         model.weight.add_(update.to(model.weight.device))
     given = model.weight.detach().double() - before
     optimizer.step()
-    return given
+    return given.cpu()
 
 
 # -------------------------------------------------------------------- a rank is away for some rounds
@@ -76,8 +76,9 @@ def away(compressor: gckernels.Compressor, program: str | None, settings: dict[s
     optimizer, outer = torch.optim.SGD(model.parameters(), lr=0.0), functools.partial(Recorded, lr=1.0)
     plan = sync.uniform_plan(model, compressor, program=program)
     attachment = sync.average_updates(model, optimizer, plan, every=2, outer=outer, decay=1.0, **settings)
-    given, generator = torch.zeros(SHAPE, dtype=torch.float64), torch.Generator().manual_seed(rank)
-    start = model.weight.detach().double().clone()
+    given = torch.zeros(SHAPE, dtype=torch.float64, device="cpu")
+    generator = torch.Generator().manual_seed(rank)
+    start = model.weight.detach().double().cpu().clone()
     for step in range(16):
         if step == 4:
             regroup(attachment, others if rank in others else None)
@@ -92,8 +93,8 @@ def away(compressor: gckernels.Compressor, program: str | None, settings: dict[s
             assert on_all(model, attachment._frontend.group)
     if settings:  # a fragment on its way arrives
         attachment.regroup(everyone)
-    anchor = attachment._frontend._anchors.values["weight"].detach().double()
-    alone = model.weight.detach().double() - anchor  # steps behind the last fragment
+    anchor = attachment._frontend._anchors.values["weight"].detach().double().cpu()
+    alone = model.weight.detach().double().cpu() - anchor  # steps behind the last fragment
     received = Recorded.received
     dist.broadcast(received, 0)  # rank 0 was never away
     torch.testing.assert_close(summed(given), received + summed(alone), rtol=0, atol=2e-4)
