@@ -13,7 +13,7 @@ from gckernels.devices import is_accelerator
 from gckernels.ops.powersgd import host as powersgd_host
 from gckernels.ops.powersgd import ops as powersgd_ops
 
-from .module import compiled
+from .module import compiled, on_host, tensors_in
 
 _OUTPUTS = ("residual", "payload", "out")
 _FACTORS = {"orthogonalise": [0], "left": [3], "right": [3], "reconstruct": [2, 3], "keep": [0, 1]}
@@ -70,7 +70,7 @@ class OnStreams(Backend):
     def _bind(
         self, what: str, units: Sequence[Any], bind: Callable[..., Work], added: torch.Tensor | None = None
     ) -> Work:
-        work = bind([_on_host(unit) for unit in units], None if added is None else compiled.on_host(added))
+        work = bind([_on_host(unit) for unit in units], on_host(added))
         reads = [added, *(tensor for unit in units for _, tensor in _tensors(unit))]
         writes = [tensor for unit in units for name, tensor in _tensors(unit) if name in _OUTPUTS]
         return lambda: _launch(what, reads, writes, work)
@@ -92,20 +92,8 @@ class _PowerSGD:
         what = bind.removeprefix("bind_")
 
         def bound(*given: Any) -> Work:
-            work = getattr(powersgd_host, bind)(*(_each(value, compiled.on_host) for value in given))
-            reads = [tensor for value in given for tensor in _listed(value)]
-            writes = [tensor for index in _FACTORS[what] for tensor in _listed(given[index])]
+            work = getattr(powersgd_host, bind)(*on_host(given))
+            reads, writes = tensors_in(given), tensors_in([given[index] for index in _FACTORS[what]])
             return lambda: _launch(f"PowerSGD's {what}", reads, writes, work)
 
         return bound
-
-
-def _listed(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor)]
-
-
-def _each(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    return [_each(each, function) for each in value] if isinstance(value, list | tuple) else value

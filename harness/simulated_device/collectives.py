@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from . import module
-from .module import compiled
+from .module import compiled, on_host, tensors_in
 
 issued: list[str] = []
 """The communicators of the collectives that this rank has issued, in order."""
@@ -79,22 +79,6 @@ class _Ended(Work):
         return self._outputs
 
 
-def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
-    found = []
-    for each in given:
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif isinstance(each, list | tuple):
-            found += _tensors(each)
-    return found
-
-
-def _on_host(given: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        return compiled.on_host(given)
-    return [_on_host(each) for each in given] if isinstance(given, list | tuple) else given
-
-
 class SimulatedGroup(_Group):  # type: ignore[misc]
     """A communicator.
 
@@ -121,25 +105,25 @@ class SimulatedGroup(_Group):  # type: ignore[misc]
             call: does it with these arguments, whose tensors are the host's then.
             outputs: the tensors among them that it writes.
         """
-        written = _tensors([outputs])
-        device = _tensors(given)[0].device
+        written = tensors_in([outputs])
+        device = tensors_in(given)[0].device
         if device not in self._streams:
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(module.current_stream(device))
-        compared = _tensors([given[_ON_ALL_RANKS[name]] if name in _ON_ALL_RANKS else given])
+        compared = tensors_in([given[_ON_ALL_RANKS[name]] if name in _ON_ALL_RANKS else given])
         shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in compared)
         what = f"{name} number {next(self._count)} of {self._name} with {shapes}"
         issued.append(self._name)
-        on_host = [_on_host(each) for each in given]
+        arguments = on_host(list(given))
 
         def work() -> None:
             if name not in ("send", "recv"):
                 self._compare(what)
-            call(*on_host)
+            call(*arguments)
 
-        compiled.launch(stream.stream_id, _tensors(given), written, name, work)
-        return _Ended(stream, _tensors(given), written)
+        compiled.launch(stream.stream_id, tensors_in(given), written, name, work)
+        return _Ended(stream, tensors_in(given), written)
 
     def _compare(self, what: str) -> None:
         """Raise a RuntimeError unless all ranks have issued the same collective."""
@@ -257,9 +241,9 @@ def _copying(name: str) -> Callable[..., Any]:
 
     def method(group: SimulatedGroup, *given: Any) -> Any:
         carry = getattr(group._gloo, name)
-        if _tensors(given)[0].device.type == "cpu":
+        if tensors_in(given)[0].device.type == "cpu":
             return carry(*given)
-        return group._issue(name, given, lambda *on_host: carry(*on_host).wait(), given[0])
+        return group._issue(name, given, lambda *arguments: carry(*arguments).wait(), given[0])
 
     return method
 

@@ -94,6 +94,23 @@ def graph(*_: Any, **__: Any) -> None:
     raise RuntimeError("the simulated device captures no graphs")
 
 
+# the arguments of what the host does for the device
+
+
+def tensors_in(given: Any) -> list[torch.Tensor]:
+    """The tensors in an argument, or in a list of arguments and lists of them, in order."""
+    if isinstance(given, torch.Tensor):
+        return [given]
+    return [tensor for each in given for tensor in tensors_in(each)] if isinstance(given, list | tuple) else []
+
+
+def on_host(given: Any) -> Any:
+    """The same argument with its tensors as those of the CPU, in the same memory."""
+    if isinstance(given, torch.Tensor):
+        return compiled.on_host(given)
+    return [on_host(each) for each in given] if isinstance(given, list | tuple) else given
+
+
 # random numbers are the host's, so that a training has the same ones as on the CPU
 
 
