@@ -151,19 +151,33 @@ def test_accesses_without_order_are_races(function):
     assert outcome.error_type == "Races" and "without order behind the" in outcome.error_text
 
 
-def on_all_seeds(function: Callable[[], float]) -> list[float]:
+def on_many_delays(function: Callable[[], float], tries: int) -> set[float]:
+    """Returns the results of a function, called until it returns a wrong number or `tries` times."""
     from harness import simulated_device
 
-    found = [function() for _ in range(8)]
+    found: set[float] = set()
+    while tries and found <= {NUMEL}:
+        found.add(function())
+        tries -= 1
     simulated_device.end_of_call()  # the wrong numbers are what counts
     return found
 
 
-@pytest.mark.parametrize("function", [*GOOD, *BAD])
-def test_a_race_is_a_wrong_number_if_work_is_late(function):
+def results_if_late(function: Callable[[], float], tries: int) -> set[float]:
     with ranks_on(LATE[0]):
-        ((*found,),) = values_of(run_ranks(1, on_all_seeds, function))
-    assert (set(found) == {NUMEL}) == (function in GOOD)
+        (found,) = values_of(run_ranks(1, on_many_delays, function, tries))
+    return found
+
+
+# Delays of which three in eight show a race hide it 8 times in a row in 2 of 100 runs, and never 100 times.
+@pytest.mark.parametrize("function", BAD)
+def test_a_race_is_a_wrong_number_if_work_is_late(function):
+    assert results_if_late(function, 100) != {NUMEL}
+
+
+@pytest.mark.parametrize("function", GOOD)
+def test_without_races_late_work_has_the_right_numbers(function):
+    assert results_if_late(function, 8) == {NUMEL}
 
 
 # -------------------------------------------------------------------- memory of the host
@@ -200,15 +214,12 @@ def pageable() -> float:
 
 @pytest.mark.parametrize("function", [pinned_read_behind_an_event, pageable])
 def test_copies_that_are_awaited(function):
-    with ranks_on(LATE[0]):
-        assert values_of(run_ranks(1, on_all_seeds, function)) == [[NUMEL] * 8]
+    assert results_if_late(function, 8) == {NUMEL}
 
 
 @pytest.mark.parametrize("function", [pinned_read_too_early, pinned_overwritten_too_early])
 def test_copies_that_are_not_awaited(function):
-    with ranks_on(LATE[0]):
-        ((*found,),) = values_of(run_ranks(1, on_all_seeds, function))
-    assert set(found) != {NUMEL}
+    assert results_if_late(function, 100) != {NUMEL}
 
 
 # -------------------------------------------------------------------- the device
