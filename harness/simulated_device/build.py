@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 _HERE = Path(__file__).parent
-_SOURCES = ("device.cpp", "order.h", "queues.h")
+_SOURCES = ("device.cpp", "order.h", "pinned.h", "queues.h")
 
 
 @functools.cache

@@ -18,6 +18,7 @@
 #include <torch/library.h>
 
 #include "order.h"
+#include "pinned.h"
 #include "queues.h"
 
 using at::Tensor;
@@ -32,6 +33,7 @@ constexpr int FRESH = 0xff;
 
 Order& order = *new Order;  // never destroyed: threads of streams may outlive everything
 Queues& queues = *new Queues;
+simulated::PinnedCopies& pinned_copies = *new simulated::PinnedCopies(order);
 std::vector<DeviceIndex>& device_of_stream = *new std::vector<DeviceIndex>;
 thread_local DeviceIndex current_device = 0;
 thread_local int current_streams[DEVICES] = {0, 1};
@@ -46,9 +48,15 @@ int new_stream(DeviceIndex device) {
 const bool HAS_DEFAULT_STREAMS = [] { return new_stream(0) == 0 && new_stream(1) == 1; }();
 
 int here() { return current_streams[current_device]; }
+
+// The host has waited for what a clock knows.
+void host_follows(const Clock& clock) {
+  order.host_follows(clock);
+  pinned_copies.end(clock);
+}
 void synchronize(int stream) {
-  order.host_follows(order.clock_of(stream));
   queues.wait(stream);
+  host_follows(order.clock_of(stream));
 }
 
 // ------------------------------------------------------------------ memory
@@ -120,6 +128,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     for (size_t id = 0; id < device_of_stream.size(); id++)
       if (device_of_stream[id] == device) queues.wait((int)id);
     order.host_follows_all();
+    pinned_copies.end_all();
   }
 
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete (Event*)event; }
@@ -142,8 +151,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
-    order.host_follows(((Event*)event)->clock);
     queues.wait(((Event*)event)->stream, ((Event*)event)->count);
+    host_follows(((Event*)event)->clock);
   }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
     return *((Event*)second)->ms - *((Event*)first)->ms;
@@ -248,13 +257,20 @@ Tensor from_host(const Tensor& result, const std::string& what) {
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::DeviceGuard guard(is_simulated(to) ? to.device() : from.device());
-  note(from, false, "copy", here());
-  note(to, true, "copy", here());
   const Tensor& outside = is_simulated(to) ? from : to;
   bool is_inside = is_simulated(outside), is_pinned = !is_inside && order.is_pinned(outside.unsafeGetTensorImpl()->data());
+  bool waits = !is_inside && (!non_blocking || (!is_pinned && is_simulated(from)));
+  if (is_pinned) pinned_copies.end(outside);
+  note(from, false, "copy", here());
+  note(to, true, "copy", here());
+  if (is_pinned && !waits && !queues.is_late()) {
+    uint64_t time = order.time_of(here());
+    if (is_simulated(from)) return pinned_copies.bring(on_host(from), to, here(), time), to;
+    pinned_copies.take(from, here(), time);
+  }
   Tensor source = is_inside || is_pinned || !is_simulated(to) || !queues.is_late() ? from : from.clone();
   queues.put(here(), [source = on_host(source), target = on_host(to)] { target.copy_(source); });
-  if (!is_inside && (!non_blocking || (!is_pinned && is_simulated(from)))) synchronize(here());
+  if (waits) synchronize(here());
   return to;
 }
 

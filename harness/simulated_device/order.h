@@ -58,6 +58,9 @@ class Order {
     return now(stream);
   }
 
+  // The number of accesses that were put onto a stream so far.
+  uint64_t time_of(int stream) { return clock_of(stream)[stream]; }
+
   void follow(int stream, const Clock& clock) {
     Lock lock(mutex_);
     join(clocks_[stream], clock);
@@ -162,6 +165,12 @@ class Order {
     if (found == blocks_.begin()) return false;
     --found;
     return (uintptr_t)data < found->first + found->second.nbytes && pinned_.count((void*)found->first) > 0;
+  }
+
+  // A race with something that the host has done.
+  void report(const std::string& what, int stream) {
+    Lock lock(mutex_);
+    if (races.size() < MAX_RACES) races.push_back(what + " on " + name_of(stream));
   }
 
   size_t taken_nbytes() {

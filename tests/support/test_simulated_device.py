@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -214,7 +215,18 @@ def pageable() -> float:
 
 @pytest.mark.parametrize("function", [pinned_read_behind_an_event, pageable])
 def test_copies_that_are_awaited(function):
+    assert values_of(outcome_of(function, SIM)) == [NUMEL]
     assert results_if_late(function, 8) == {NUMEL}
+
+
+def test_what_the_host_reads_too_early_is_not_there():
+    (found,) = values_of(outcome_of(pinned_read_too_early, SIM))
+    assert math.isnan(found)
+
+
+def test_what_the_host_writes_too_early_is_a_race():
+    (outcome,) = outcome_of(pinned_overwritten_too_early, SIM)
+    assert outcome.error_type == "Races" and "write by the host" in outcome.error_text
 
 
 @pytest.mark.parametrize("function", [pinned_read_too_early, pinned_overwritten_too_early])

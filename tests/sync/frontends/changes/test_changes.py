@@ -67,6 +67,7 @@ def test_nothing_is_lost_when_plans_follow_one_another():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 @pytest.mark.parametrize("topology", [(2, 1), (3, 1), (2, 2)])
 def test_nothing_is_lost_in_any_order(topology):
     orders = []
