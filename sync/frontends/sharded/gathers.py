@@ -79,8 +79,6 @@ class GatherBuffer(RowBuffer):
         """The memory, ``[numel]``, for the parameters of a group."""
         if is_accelerator(self._device):
             here = current_stream(self._device)
-            if self.future is not None:
-                self.future.wait()
             # FSDP itself lets a stream into which it gathers again wait for what it has copied out
             if self._read is not None and here not in (self._read, self._filled):
                 here.wait_stream(self._read)
@@ -144,7 +142,7 @@ class Gathers:
         """
         self._parameters, self._keeps_copy = parameters, keeps_copy
         self._copies: list[torch.Tensor | None] = [None for _ in parameters]
-        self._copied: list[tuple[int, Future[Outcome]] | None] = [None for _ in parameters]
+        self._copied: list[int | None] = [None for _ in parameters]  # the turn in which each copy was gathered
         self.forget()
         for buffer in self._buffers:
             buffer.forget()
@@ -186,7 +184,8 @@ class Gathers:
         is_forward = torch._C._current_graph_task_id() == _NO_BACKWARD
         if is_forward and self._has_ended:
             self._turn, self._has_ended = self._turn + 1, False
-        if copy is not None and is_known and not is_forward and self._is_current(index):
+        # FSDP itself has waited for what it has gathered in forward before it gathers the same in backward
+        if copy is not None and is_known and not is_forward and self._copied[index] == self._turn:
             rows.copy_(copy)
             future.set_result(output)
             return Gathered(future, buffer, check)
@@ -200,20 +199,13 @@ class Gathers:
 
         message = buffer.message((index, output.dtype, is_known), make)
         message.keys = tuple(self._groups[index].names)
-        self._is_known[index], self._copied[index] = copy is not None, (self._turn, future)
+        self._is_known[index], self._copied[index] = copy is not None, self._turn
         self._calls += 1
         self._sent_nbytes += message.sent_nbytes
         token = self._engine.submit(message, self._calls, (lanes.here(),))
         self._engine.failures.step = None  # this is the number of the call
         self._engine.finish([token], lambda: future.set_result(output), lambda error: future.set_result(failed(error)))
         return Gathered(future, buffer, check)
-
-    def _is_current(self, index: int) -> bool:
-        """Whether the copy of a group has been gathered since the last backward, so that it has today's parameters."""
-        if (copied := self._copied[index]) is None or copied[0] != self._turn:
-            return False
-        copied[1].wait()  # on a device, the stream does
-        return True
 
     def _copy(self, index: int, rows: torch.Tensor) -> torch.Tensor:
         """The copy of the parameters of a group, ``fp32 [ranks, numel]``."""
