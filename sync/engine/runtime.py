@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -243,13 +243,16 @@ class Runtime(RuntimeState):
             shards = importlib.import_module("..messages.shards", __package__)
             shards.add_unsent(units, rows, self.rank, self._feedback, copies)
 
-    def submit(self, messages: Sequence[Message], buffer: torch.Tensor) -> Future[Outcome]:
+    def submit(
+        self, messages: Sequence[Message], buffer: torch.Tensor, others: Collection[torch.Stream] = ()
+    ) -> Future[Outcome]:
         """Queue the messages of a bucket and return a future, whose value is ``buffer`` when all of them are done, or a
         :class:`~.failures.FailedBucket`; never blocks.
 
         Args:
             messages: what :meth:`messages` has returned.
             buffer: ``[numel]``, the bucket.
+            others: streams of a device that have filled the bucket, besides the current one.
         """
         step = self.step
         self._step_nbytes += sum(message.sent_nbytes for message in messages)
@@ -259,13 +262,14 @@ class Runtime(RuntimeState):
             return alone
         self._engine.step_recorder = self.tracer.recorder
         ended = functools.partial(_outcome, self._engine.failures, buffer)
-        if len(messages) == 1 and isinstance(average := messages[0], DenseMessage):
+        if len(messages) == 1 and isinstance(average := messages[0], DenseMessage) and not others:
             started = self._engine.start_average(average, step, ended)
             if started is not None:
                 return started
-        start, tokens = self._engine.lanes.here(), []
+        lanes, tokens = self._engine.lanes, []
+        filled = [lanes.here(), *map(lanes.here, others)]
         for message in messages:
-            after = (start,) if isinstance(message, DenseMessage) else (start, *self._beginning)
+            after = filled if isinstance(message, DenseMessage) else (*filled, *self._beginning)
             tokens.append(self._engine.submit(message, step, after))
         future = self._new_future()
         self._engine.finish(tokens, lambda: future.set_result(buffer), lambda error: future.set_result(ended(error)))

@@ -111,10 +111,15 @@ class DeviceLanes:
         """Whether the submitting thread may start a collective itself, in the order of all collectives."""
         return self._rounds is None
 
-    def here(self) -> Token:
-        """A token for the work of the calling thread so far (on a device, that on the current stream)."""
-        later = is_accelerator(self.device)
-        return Token(event_behind(current_stream(self.device)) if later else None, is_done=True)
+    def here(self, stream: torch.Stream | None = None) -> Token:
+        """A token for the work of the calling thread so far.
+
+        Args:
+            stream: on a device, the stream of the work; by default the current one.
+        """
+        if not is_accelerator(self.device):
+            return Token(is_done=True)
+        return Token(event_behind(current_stream(self.device) if stream is None else stream), is_done=True)
 
     def settle(self) -> None:
         """After a failure, wait until no thread computes. Collectives, which may wait for their timeouts, go on."""

@@ -118,8 +118,7 @@ class Backward:
             self._refuse(self._unexpected(name), {name})
         elif slot.grad is not None or not self._find_unused:  # a function may give none
             self._collect(slot)
-            slot.hand_out()
-            bucket.waiting.remove(name)
+            bucket.take(slot)
             if self.before_late is None:
                 self._launch()
 
@@ -226,7 +225,7 @@ class Backward:
             messages = bucket.messages.now()
             if not self._futures:
                 self.runtime.begin_step()
-            self._futures.append(self.runtime.submit(messages, bucket.vector))
+            self._futures.append(self.runtime.submit(messages, bucket.vector, bucket.other_streams()))
             if len(self._futures) == len(self._active):
                 self.runtime.end_step()
 

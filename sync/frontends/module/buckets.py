@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gckernels.devices import current_stream, is_accelerator
+
 from ...engine.bucket_messages import BucketMessages
 from ...engine.runtime import Runtime
 from ...plans.buckets import BucketSpec, cut_buckets
@@ -133,6 +135,7 @@ class Bucket:
         expected: the names of the parameters that are trained. Others share a unit with one of these.
         messages: the messages that send it.
         waiting: names of the parameters whose gradients are still missing in this step.
+        streams: the streams of a device on which gradients have come in this step.
     """
 
     vector: torch.Tensor
@@ -141,6 +144,7 @@ class Bucket:
     expected: frozenset[str]
     messages: BucketMessages
     waiting: set[str] = field(default_factory=set)
+    streams: set[torch.Stream] = field(default_factory=set)
 
     @property
     def frozen(self) -> list[Slot]:
@@ -156,6 +160,18 @@ class Bucket:
         for slot in self.frozen:
             slot.view.zero_()
         self.waiting = set(self.expected)
+        self.streams.clear()
+
+    def take(self, slot: Slot) -> None:
+        """Let the parameter's gradient, which has been collected, lie in the bucket."""
+        slot.hand_out()
+        self.waiting.remove(slot.name)
+        if is_accelerator(self.vector.device):
+            self.streams.add(current_stream(self.vector.device))
+
+    def other_streams(self) -> set[torch.Stream]:
+        """The streams on which gradients have come, but the current one."""
+        return self.streams - {current_stream(self.vector.device)} if self.streams else set()
 
 
 def make_bucket(

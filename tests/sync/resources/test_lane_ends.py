@@ -13,7 +13,7 @@ import torch
 from gckernels.sync.programs.stages import Resource
 from gckernels.sync.resources.lanes import DeviceLanes
 from lane_threads import CPU, LONG_S, fail, finished
-from ranks import run_ranks
+from ranks import run_ranks, values_of
 
 pytestmark = pytest.mark.usefixtures("no_thread_stays")
 
@@ -31,6 +31,17 @@ def test_close_finishes_what_is_queued_and_ends_the_threads():
     timer.join()
     assert done == list(range(20))
     lanes.close()  # a second close does nothing
+
+
+def changed_before_close() -> float:
+    lanes, values = DeviceLanes(torch.get_default_device()), torch.zeros(1000)
+    lanes.lane(Resource.COMPUTE, 0).submit(lambda: values.add_(1), (lanes.here(),))
+    lanes.close()
+    return float(values.sum())
+
+
+def test_close_finishes_what_a_device_has_to_do():
+    assert values_of(run_ranks(1, changed_before_close)) == [1000]
 
 
 def test_close_after_a_failure():
