@@ -53,8 +53,7 @@ class BufferArrival:
                 work.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of everything, for :class:`BufferArrival`."""
-        self.wait()
+        """Copies of everything that has arrived, for :class:`BufferArrival`."""
         sent = {name: each.clone() for name, each in self.sent.items()}
         return {"names": [*self.names], "sent": sent, "vector": self.vector.clone(), "ranks": self.ranks}
 
@@ -126,12 +125,12 @@ class RoundBuffers:
         return BufferArrival(self._listed, sent, vector, dist.get_world_size(group), work, group)
 
     def arrive(self, arrival: BufferArrival, group: dist.ProcessGroup) -> None:
-        """Replace the buffers by their means, with what has changed since they were sent. Collective.
+        """Replace the buffers by their means, which have arrived, with what has changed since they were sent.
+        Collective.
 
         Without changes since then they are the means. With changes they lie between the means and the own values, so
         that no variance becomes negative.
         """
-        arrival.wait()
         is_new, is_gone = (arrival.vector[-2 * len(self._places) :].view(2, -1) > 0).tolist()
         found = zip(self._places, is_new, is_gone, strict=True)
         changed = [name for name, changes, goes in found if changes and not goes]
