@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from gckernels.devices import is_accelerator, used_here
+from gckernels.devices import is_accelerator
 
 IsUsed = Callable[[str], torch.Tensor | bool]
 """Tells whether any rank has used the unit of a key: a bool, or a number on a device that is above 0."""
@@ -63,7 +63,6 @@ class Unused:
         for key, residual, copy in copies:
             used = is_used(key)
             if isinstance(used, torch.Tensor) and used.device == residual.device and is_accelerator(used.device):
-                used_here(copy)
                 torch.where(used > 0, residual, copy, out=residual)
             elif not used:
                 residual.copy_(copy)
