@@ -19,7 +19,8 @@ import gckernels
 from gckernels import BlockQuant, EFSignSGD, sync
 from gckernels.sync import attach
 from gckernels.sync.programs import AllGather, AllToAll, Decode, Encode, Place, Program
-from ranks import run_ranks, values_of
+from harness.simulated_device import build
+from ranks import Device, ranks_on, run_ranks, values_of
 from workloads import digest_of, nccl_group
 
 WIDTH = 2048  # wide enough that synchronising takes longer than enqueuing
@@ -149,6 +150,20 @@ def test_trainings_that_a_device_repeats_run_on_a_cpu(front):
 def test_a_device_gives_the_digests_of_the_cpu(world_size, front):
     found = run_ranks(world_size, digests_of_training, front, torch.device("cuda", 0), timeout_s=300.0, fresh=True)
     assert values_of(found) == values_of(run_ranks(world_size, digests_of_training, front, CPU))
+
+
+def on_the_simulated_device(front: str) -> list[str]:
+    return digests_of_training(front, torch.device("sim", 0))
+
+
+@pytest.mark.host_only("it names its devices itself")
+@pytest.mark.skipif(build.reason_against() is not None, reason=str(build.reason_against()))
+@pytest.mark.parametrize("front", FRONTS)
+def test_the_simulated_device_gives_the_digests_of_the_cpu(front):
+    """The rehearsal of the test before: the same training, on a device, without a card."""
+    with ranks_on(Device("sim")):
+        found = values_of(run_ranks(2, on_the_simulated_device, front))
+    assert found == values_of(run_ranks(2, digests_of_training, front, CPU))
 
 
 def digests_under_the_sanitizer(front: str, device: torch.device) -> list[str]:
