@@ -6,15 +6,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .predictive.searching import proposer
     from .profiling.measure import profile
 
 __all__ = [
     "profile",
+    "proposer",
 ]
 
 
 _LATER = {
     "profile": ".profiling.measure",
+    "proposer": ".predictive.searching",
 }
 """The modules of names, which are imported when a name is asked for."""
 

@@ -89,9 +89,10 @@ def race_table(path: Path = RACE) -> str:
             _ratio(arms, AGAIN),
             _ratio(arms, "BlockQuant(bits=4)"),
         ]
-        for arm in (f"race, {SAFE}", f"auto, {SAFE}"):
+        for arm in (f"auto, {SAFE}", f"predicted, {SAFE}"):
             cells += [f"**{_ratio(arms, arm)}**", _stands_after(arms[arm])]
-        cells += [short_time(arms[f"auto, {SAFE}"]["attach_s"]), arms[f"auto, {SAFE}"]["chosen"]]
+        predicted = arms[f"predicted, {SAFE}"]
+        cells += [short_time(predicted["attach_s"]), predicted["chosen"]]
         lines.append(cells)
     return markdown_of_cells(head, lines)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import gckernels
 from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, checked_arm
 from bench.lib.updates_tables import parts_of
-from gckernels import sync
+from gckernels import planner, sync
 from gckernels.planner.choice import STARTS
 from gckernels.planner.drafts.problem import Problem, ProblemError
 from gckernels.planner.machines.machine import MachineError
@@ -29,14 +29,14 @@ SETTLED = 160  # steps after which a plan has been chosen
 STEPS = 10 * SETTLED  # the aggressive rule holds after a tenth of them, when a plan is chosen anew
 TUNED = {
     f"auto, {SAFE}": sync.Auto(SAFE),
-    f"race, {SAFE}": sync.Auto(SAFE, predict=False),
+    f"predicted, {SAFE}": sync.Auto(SAFE, propose=planner.proposer),
     f"auto, {AGGRESSIVE}": sync.Auto(AGGRESSIVE, STEPS),
 }
-TUNING_STEPS = {f"auto, {SAFE}": SETTLED, f"race, {SAFE}": SETTLED, f"auto, {AGGRESSIVE}": 2 * SETTLED}
+TUNING_STEPS = {f"auto, {SAFE}": SETTLED, f"predicted, {SAFE}": SETTLED, f"auto, {AGGRESSIVE}": 2 * SETTLED}
 POLICY = "policy "
 POLICIES = tuple(name for name in STARTS if name != "none")
 POLICY_ARMS = tuple(f"{POLICY}{name}, {accuracy}" for accuracy in (SAFE, AGGRESSIVE) for name in POLICIES)
-RACE_ARMS = (PLAIN, AGAIN, f"auto, {SAFE}", f"race, {SAFE}", "BlockQuant(bits=4)")
+RACE_ARMS = (PLAIN, AGAIN, f"auto, {SAFE}", f"predicted, {SAFE}", "BlockQuant(bits=4)")
 ARMS = (PLAIN, AGAIN, *(name for name in TUNED if name not in RACE_ARMS[3:]), *HOOKS, *COMPRESSORS, *POLICY_ARMS)
 
 

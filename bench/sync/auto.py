@@ -24,8 +24,8 @@ while the arms take turns, and may choose anew.
 ``pause_s`` those by which the longest of these steps was longer than a plain one. ``stolen`` is the part of the cores
 that a host of virtual machines gave to others meanwhile. A policy without a plan has a row with 0 rounds.
 
-``--race`` measures whether predictions gain anything: the arm "race, safe" tries uniform plans alone, "auto, safe" also
-those that are predicted from what these trials have measured. Its rows are in ``bench/results/cpu/race.csv``.
+``--race`` measures whether predictions gain anything: the arm "predicted, safe" tries also the plans that are predicted
+from what the trials of uniform plans have measured. Its rows are in ``bench/results/cpu/race.csv``.
 """
 
 from __future__ import annotations

@@ -31,14 +31,24 @@ SLICES, SLICE_S = 20, 0.2
 """Steps after which rank 0 searches for plans, and the seconds that it does so after each but the last of them."""
 
 
+def proposer(training: TunedTraining) -> PredictedPlans:
+    """Returns what proposes plans that choose per tensor, for ``sync.Auto(propose=planner.proposer)``.
+
+    A cost model is fitted to the steps of the plans that were tried. Its plans are tried as well if they are predicted
+    to be faster by more than its error.
+
+    Args:
+        training: the training.
+    """
+    return PredictedPlans(training)
+
+
 class PredictedPlans:
     """Proposes the plans of a cost model, which is fitted to the steps of plans that were tried.
 
     Args:
         training: the training.
     """
-
-    needs_trace = True
 
     def __init__(self, training: TunedTraining) -> None:
         self._training, self._frontend = training, training.frontend

@@ -58,24 +58,24 @@ def plan_of_parameters(
         exempt = (lambda name, parameter: False) if compressor.traits.summable else exempt_vectors
     compressors = {name: otherwise if exempt(name, each) else compressor for name, each in parameters.items()}
     steps = program or default_program(compressor, world_size, span)
-    return plan_of_compressors(parameters, compressors, steps, world_size, topology, span)
+    return plan_of_compressors(parameters, compressors, dict.fromkeys(parameters, steps), world_size, topology, span)
 
 
 def plan_of_compressors(
     parameters: Mapping[str, torch.nn.Parameter],
     compressors: Mapping[str, Compressor],
-    program: Program,
+    programs: Mapping[str, Program],
     world_size: int,
     topology: Topology | None = None,
     span: Span = MEAN,
 ) -> Plan:
-    """The plan in which each parameter has its own compressor, and all have the same program.
+    """The plan in which each parameter has its own compressor and program.
 
     Args:
         parameters: by their plain names, without those that cannot have a gradient.
         compressors: by the names of their parameters, not fitted to their shapes. Other parameters are sent exactly, in
             the same messages.
-        program: the program. Parameters of a dtype that no compressor takes are averaged in place.
+        programs: by the names of all parameters. A parameter of a dtype that no compressor takes is averaged in place.
         world_size: the number of ranks.
         topology: the machines and devices that the plan is for, if the program has levels.
         span: the states between which the program goes.
@@ -85,7 +85,7 @@ def plan_of_compressors(
         reals = in_reals(parameter)
         encodable = reals.dtype in GRAD_DTYPES
         fitted = compressors[name].fit(memory_shape(reals)) if encodable and name in compressors else EXACT
-        steps = program if encodable else exact_program(span)
+        steps = programs[name] if encodable else exact_program(span)
         units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
     frontend = Frontend.FSDP if span in (SHARD, SHARD_OF_LEVELS) else None
     return Plan(tuple(units), topology, frontend=frontend).spread_roots(world_size)

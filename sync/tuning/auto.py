@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..accuracy.accuracy import AccuracyLike
 
@@ -21,9 +21,7 @@ class Auto:
 
     Nothing is measured before the first step. Plain averaging runs for some steps, then every compressor that
     ``accuracy`` allows in a turn of five, and the fastest plan stays, often plain averaging. This takes about 50 steps,
-    or up to 130 if several plans are close. Then a cost model chooses per tensor,
-    from what the trials have measured. Its plans are tried as well if they are predicted to be faster by more than its
-    error. Whatever fails ends this with a warning, and plain averaging goes on.
+    or up to 130 if several plans are close. Whatever fails ends this with a warning, and plain averaging goes on.
 
     Attributes:
         accuracy: the compressors that may be used. ``"exact"`` is none; ``"safe"`` those that lose nothing;
@@ -35,7 +33,9 @@ class Auto:
         steps: the number of steps of the whole training; needed for aggressive accuracy.
         replan: whether the plan is compared with others when steps take another time, and now and then. This loses at
             most a hundredth of the time of all steps.
-        predict: whether the cost model chooses per tensor after the trials of plans with one compressor.
+        propose: what proposes more plans for trials, behind those with one compressor. It is called with the training,
+            and returns a :class:`~gckernels.sync.tuning.proposers.Proposer`. ``gckernels.planner.proposer`` chooses per
+            tensor by a cost model, from what the trials have measured.
 
     :func:`~gckernels.sync.attach` checks the attributes, so that all ranks raise alike.
     """
@@ -43,7 +43,7 @@ class Auto:
     accuracy: AccuracyLike = "safe"
     steps: int | None = None
     replan: bool = True
-    predict: bool = True
+    propose: Callable[[Any], Any] | None = None  # typed where it is called: attaching loads no more for it
 
     def __post_init__(self) -> None:
         if isinstance(self.accuracy, Iterator):
@@ -58,9 +58,12 @@ class Auto:
         Raises:
             TypeError, ValueError: an attribute is not valid.
         """
-        for name in ("replan", "predict"):
-            if type(value := getattr(self, name)) is not bool:
-                raise TypeError(f"Auto: {name} must be True or False, got {value!r}")
+        if type(self.replan) is not bool:
+            raise TypeError(f"Auto: replan must be True or False, got {self.replan!r}")
+        if self.propose is not None and not callable(self.propose):
+            raise TypeError(
+                f"Auto: propose must be a function such as gckernels.planner.proposer, or None, got {self.propose!r}"
+            )
         try:
             rules = importlib.import_module(".trials.rules", __package__)
             stages: tuple[Phase, ...] = rules.stages_of(self.accuracy, self.steps, first_step)
@@ -70,7 +73,8 @@ class Auto:
 
     def lines(self, first_step: int) -> list[str]:
         """Texts of all settings, which must be the same on all ranks."""
+        propose = None if self.propose is None else getattr(self.propose, "__qualname__", type(self.propose).__name__)
         return [
-            f"tuned, steps {self.steps}, replan {self.replan}, predict {self.predict}",
+            f"tuned, steps {self.steps}, replan {self.replan}, propose {propose}",
             *map(str, self.phases(first_step)),
         ]

@@ -298,9 +298,8 @@ class Tuner:
         return True
 
     def _traced(self, stage: Phase) -> Steps[ModelTrace]:
-        """A trace of the next steps, or the model without times if no proposer needs them or they cannot be
-        recorded."""
-        if not any(proposer.needs_trace for proposer in self._proposers):
+        """A trace of the next steps, or the model without times and errors if they cannot be recorded."""
+        if not self._training.frontend.can_be_traced:
             return self._model
         if self._recording is None:
             recording = importlib.import_module(".recording", __package__)

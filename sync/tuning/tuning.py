@@ -71,7 +71,7 @@ class Tuning:
             training.listeners.add(_count)
             self._warn_of_failure(refusal)
             return
-        self._tuner = Tuner(training, model, self._rules, proposers_of(auto, training), auto.replan)
+        self._tuner = Tuner(training, model, self._rules, proposers_of(training, auto.propose), auto.replan)
 
     def close(self) -> None:
         """Let the plan stay that runs now. Further calls do nothing."""

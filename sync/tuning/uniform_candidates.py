@@ -10,7 +10,7 @@ import torch
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
-from ..accuracy.accuracy import fitted, unfitted
+from ..accuracy.accuracy import fitted, is_safe, unfitted
 from ..communication.agreement import Failure, together
 from ..plans.builders import plan_of_compressors, plan_of_parameters
 from ..plans.plan import Plan
@@ -19,7 +19,6 @@ from ..programs.named import default_program
 from ..programs.spans import MEAN, Span
 from ..traces.model_trace import ModelTrace
 from ..traces.traced_tensors import TracedTensor
-from .trials.race import Race
 from .trials.rules import Phase
 from .trials.training import Steps, TunedTraining
 
@@ -28,31 +27,27 @@ MOST = 8
 _SIDE = 1 << 10
 
 
-class UniformCandidates:
-    """Proposes a plan for each compressor of a rule, and the same with encoded parameters if the training allows it."""
+def uniform_plans(training: TunedTraining, stage: Phase, trace: ModelTrace) -> Steps[tuple[Plan, ...] | Failure]:
+    """A plan for each compressor of a rule, and the same with encoded parameters if the training allows it. Collective.
 
-    needs_trace = False
+    Args:
+        training: the training.
+        stage: the rule of accuracy.
+        trace: the model, with the errors that are known of compressors.
+    """
+    frontend = training.frontend
 
-    def __init__(self, training: TunedTraining) -> None:
-        self._training = training
+    def made() -> tuple[Plan, ...]:
+        weights, world_size = frontend.request.gathered_by, frontend.runtime.world_size
+        most = MOST if weights is None else MOST // 2
+        sent, span, otherwise = frontend.sent_parameters(), frontend.kind.span(), frontend.request.for_vectors
+        found = candidates(sent, stage, trace, world_size, span, most, otherwise)
+        if weights is not None:
+            found = (*(replace(plan, weights=weights) for plan in found), *found)
+        return tuple(plan for plan in map(training.checked, found) if plan.compresses)
 
-    def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
-        training, frontend = self._training, self._training.frontend
-
-        def made() -> tuple[Plan, ...]:
-            weights, world_size = frontend.request.gathered_by, frontend.runtime.world_size
-            most = MOST if weights is None else MOST // 2
-            sent, span, otherwise = frontend.sent_parameters(), frontend.kind.span(), frontend.request.for_vectors
-            found = candidates(sent, stage, trace, world_size, span, most, otherwise)
-            if weights is not None:
-                found = (*(replace(plan, weights=weights) for plan in found), *found)
-            return tuple(plan for plan in map(training.checked, found) if plan.compresses)
-
-        return together(frontend.group, frontend.device, made)
-        yield
-
-    def close(self) -> None:
-        pass
+    return together(frontend.group, frontend.device, made)
+    yield
 
 
 def candidates(
@@ -67,8 +62,10 @@ def candidates(
     """A plan for each compressor of a rule, the one first that sends least, at most ``most``.
 
     Where the rule does not allow the compressor, as with signs for an embedding, the plan has the next one that sends
-    more and goes through the same program. If there is none, as for vectors, the plan is exact there. Where the mean
-    ends in shards, one more plan sends everything exactly: FSDP2 on Gloo overlaps nothing, and sends twice as much.
+    more and goes through the same program. A compressor with a program of its own, such as one of low rank, leaves
+    matrices that it may not take to the next one that loses nothing, with its program. If there is none, as for
+    vectors, the plan is exact there. Where the mean ends in shards, one more plan sends everything exactly: FSDP2 on
+    Gloo overlaps nothing, and sends twice as much.
 
     Args:
         parameters: the parameters by name.
@@ -86,11 +83,14 @@ def candidates(
     for at, method in enumerate(ordered):
         program = default_program(method, world_size, span)
         others = [each for each in ordered[at:] if default_program(each, world_size, span) == program]
-        chosen = {
-            name: next((each for each in others if _may_use(stage, each, tensors[name])), otherwise(method))
-            for name in parameters
-        }
-        plan = plan_of_compressors(parameters, chosen, program, world_size, span=span)
+        apart = [each for each in ordered[at:] if is_safe(each)] if others == [method] else []
+        chosen, programs = {}, {}
+        for name, parameter in parameters.items():
+            choices = [*others, *apart] if parameter.dim() > 1 else others
+            found = next((each for each in choices if _may_use(stage, each, tensors[name])), None)
+            chosen[name] = otherwise(method) if found is None else found
+            programs[name] = default_program(found, world_size, span) if found in apart else program
+        plan = plan_of_compressors(parameters, chosen, programs, world_size, span=span)
         if any(unfitted(unit.compressor) == method for unit in plan.units):
             plans.setdefault(plan.fingerprint(), plan)
     exact = () if span == MEAN else (plan_of_parameters(parameters, Identity(), world_size, span=span),)

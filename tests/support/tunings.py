@@ -17,7 +17,6 @@ from gckernels.planner.predictive import searching
 from gckernels.planner.predictive.planning import Proposal
 from gckernels.sync.plans.prediction import Prediction, Source
 from gckernels.sync.tuning import uniform_candidates
-from gckernels.sync.tuning.proposers import LaterPlans
 from gckernels.sync.tuning.trials import spans
 from gckernels.sync.tuning.trials.race import Race
 from models import SMALL_BUCKETS
@@ -85,22 +84,15 @@ def scripted(
         specs: compressors by the names of their plans.
         step_s: seconds of a step with each plan, and of a plain one.
         handles: a list to which the test adds the handle.
-        proposal: what is predicted after their trials; by default nothing.
+        proposal: what is predicted after their trials, for trainings with ``propose=planner.proposer``.
     """
     clock = ScriptedClock(lambda: handles[0] if handles else None, step_s)
     with (
         mock.patch.object(uniform_candidates, "candidates", lambda *_: proposal_of(model, specs)),
-        mock.patch.object(LaterPlans, "plans", predict_nothing if proposal is None else LaterPlans.plans),
         mock.patch.object(searching, "proposal", proposal),
         mock.patch.object(spans, "clock_of", lambda device: clock),
     ):
         yield
-
-
-def predict_nothing(*_: Any) -> Iterator[None]:
-    """A search that finds no plan at once."""
-    return ()
-    yield
 
 
 def tuned_handle(

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import gckernels
+from gckernels.planner import proposer
 from gckernels.planner.predictive import searching
 from gckernels.planner.predictive.planning import Proposal
 from gckernels.sync.frontends.changes import PlanChanges
@@ -55,7 +56,7 @@ def until_gone(point, where):
         for patch in patches:
             patch.start()
         try:
-            model, handle = tuned_handle("ddp", module)
+            model, handle = tuned_handle("ddp", module, propose=proposer)
             handles.append(handle)
             step_of_death = int(point) if point.isdigit() and dist.get_rank() == where else None
             train(model, module, range(60), lambda step: _dies() if step == step_of_death else None)
@@ -105,7 +106,7 @@ def with_a_slow_rank(point, where):
     with scripted(module, SPECS, TIMES_S, handles, predicted):
         original = getattr(owner, name)
         with mock.patch.object(owner, name, late if dist.get_rank() == where else original):
-            model, handle = tuned_handle("ddp", module)
+            model, handle = tuned_handle("ddp", module, propose=proposer)
             handles.append(handle)
             seen = train(model, module, range(80), lambda _: policy_of(handle))
     handle.close()

@@ -6,6 +6,8 @@ import pytest
 
 from gckernels import BlockQuant, EFSignSGD
 from gckernels.compressor import from_spec
+from gckernels.planner import proposer
+from gckernels.sync import Auto
 from gckernels.sync.accuracy.accuracy import as_accuracy, is_safe
 from gckernels.sync.tuning.trials.rules import CANDIDATES, STEPS, stages_of
 
@@ -56,3 +58,22 @@ def test_nothing_is_compressed_before_the_first_step_that_may_be():
 def test_wrong_rules_are_refused(accuracy):
     with pytest.raises((TypeError, ValueError), match="accuracy"):
         stages_of(accuracy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"replan": 1}, "replan must be True or False, got 1"),
+        (
+            {"propose": "planner"},
+            "propose must be a function such as gckernels.planner.proposer, or None, got 'planner'",
+        ),
+    ],
+)
+def test_settings_of_other_types_are_refused(settings, text):
+    with pytest.raises(TypeError, match=f"Auto: {text}"):
+        Auto(**settings).phases(0)
+
+
+def test_ranks_compare_what_proposes_plans():
+    assert Auto(propose=proposer).lines(0) != Auto().lines(0)

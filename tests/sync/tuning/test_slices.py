@@ -90,7 +90,7 @@ def long_search(rests: int, at_step: int, front: str = "ddp", closes: bool = Tru
         scripted(module, {"eight": "BlockQuant"}, {PLAIN: 1.0, "eight": 0.7, "four": 0.5}, handles, proposal),
         mock.patch.object(searching, "SLICE_S", 0.0),
     ):
-        model, handle = tuned_handle(front, module)
+        model, handle = tuned_handle(front, module, propose=searching.proposer)
         handles.append(handle)
         policies = train(model, module, range(at_step), lambda _: policy_of(handle))
         if closes:

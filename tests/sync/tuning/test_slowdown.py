@@ -167,7 +167,7 @@ def tuned(front: str, optimizer: str | None) -> tuple[list[str], list[str]]:
     module, handles = PlainModel(), []
     clock = Clock(lambda: handles[0] if handles else None, {})
     with mock.patch.object(spans, "clock_of", lambda device: clock):
-        model, handle = tunings.tuned_handle(front, module, accuracy="aggressive", steps=10, predict=False)
+        model, handle = tunings.tuned_handle(front, module, accuracy="aggressive", steps=10)
         handles.append(handle)
         stepper = None if optimizer is None else getattr(torch.optim, optimizer)(module.parameters(), lr=0.01)
         for number in range(STEPS + 60):

@@ -80,7 +80,7 @@ def busy_between(front: str) -> tuple[float, float]:
     """The measured and the plain step of a decision. Before every other step rank 0 is late, as with an evaluation that
     the other rank does not have."""
     module = build("Mlp")
-    model, handle = tuned_handle(front, module, predict=False)
+    model, handle = tuned_handle(front, module)
     for step in range(220):
         if handle.decisions:
             break

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gckernels import BlockQuant, Cast16, ChunkTopK, EFSignSGD, Identity
-from gckernels.sync.programs.named import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE
+from gckernels.sync.programs.named import ALLGATHER, ALLTOALL, ENCODED_ALLREDUCE, POWERSGD
 from gckernels.sync.traces.model_parameters import unmeasured
 from gckernels.sync.tuning.trials.rules import stages_of
 from gckernels.sync.tuning.uniform_candidates import MOST, candidates
@@ -80,7 +80,13 @@ def test_parameters_that_no_compressor_takes_are_averaged_in_place():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_low_rank_plans_leave_vectors_alone(world_size):
-    plans, _ = found("aggressive", world_size)
-    (low_rank,) = [plan for plan in plans if plan["layer.weight"].name == "PowerSGD"]
-    assert low_rank["layer.bias"] == Identity() and low_rank["words.weight"] in (Identity(), Cast16())
+def test_low_rank_plans_leave_vectors_alone_and_have_four_bits_for_other_matrices(world_size):
+    plans, programs = found("aggressive", world_size)
+    ((low_rank, program),) = [
+        (plan, program)
+        for plan, program in zip(plans, programs, strict=True)
+        if plan["layer.weight"].name == "PowerSGD"
+    ]
+    assert low_rank["layer.bias"] == Identity()
+    assert low_rank["words.weight"] == low_rank["last.weight"] == BlockQuant(bits=4)
+    assert program == {POWERSGD, ALLGATHER if world_size == 2 else ALLTOALL}

@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels import sync
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.tuning import uniform_candidates
-from gckernels.sync.tuning.proposers import LaterPlans
 from gckernels.sync.tuning.trials.rules import STEPS
 from models import SMALL_BUCKETS, Halves, build
 from ranks import run_ranks, values_of
-from tunings import PLAIN, policy_of, predict_nothing, proposal_of, scripted, train, tuned_handle
+from tunings import PLAIN, policy_of, proposal_of, scripted, train, tuned_handle
 from workloads import digest_of
 
 SPECS = {"four": "BlockQuant(bits=4)", "eight": "BlockQuant"}
@@ -146,10 +145,7 @@ def adversaries() -> list[tuple[str, str, int, int, str]]:
         (module,) = [each for each in modules if len([*each.parameters()]) == len(parameters)]
         return proposal_of(module, {"four": "BlockQuant(bits=4)"})
 
-    with (
-        mock.patch.object(uniform_candidates, "candidates", candidates),
-        mock.patch.object(LaterPlans, "plans", predict_nothing),
-    ):
+    with mock.patch.object(uniform_candidates, "candidates", candidates):
         makes, judges = models = [DistributedDataParallel(module) for module in modules]
         handles = [sync.attach(model) for model in models]
         optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in modules]
@@ -179,7 +175,7 @@ def test_two_models_are_tuned_beside_each_other():
 def slow_search(front: str) -> tuple[list[str], list[str]]:
     """The plans of a training in which the search for plans takes more steps than there are for all of the tuning."""
     module, handles = build("Mlp"), []
-    plans = uniform_candidates.UniformCandidates.plans
+    plans = uniform_candidates.uniform_plans
 
     def slow(*given: Any) -> Any:
         for _ in range(STEPS + 20):
@@ -188,7 +184,7 @@ def slow_search(front: str) -> tuple[list[str], list[str]]:
 
     with (
         scripted(module, SPECS, TIMES_S, handles),
-        mock.patch.object(uniform_candidates.UniformCandidates, "plans", slow),
+        mock.patch.object(uniform_candidates, "uniform_plans", slow),
     ):
         model, handle = tuned_handle(front, module)
         handles.append(handle)

@@ -243,7 +243,7 @@ def tuned(form: str) -> tuple[str, str, str, int]:
     predicted."""
     setting = SETTINGS["plain"]
     model = model_of(setting, form)
-    attachment = sync.attach(model)
+    attachment = sync.attach(model, sync.Auto(propose=searching.proposer))
     with mock.patch.object(searching, "proposal", wraps=searching.proposal) as proposal:
         optimizer = adamw(model)
         train(model, setting, range(80), optimizer)
@@ -255,7 +255,7 @@ def tuned(form: str) -> tuple[str, str, str, int]:
     trained = digest(model)
     attachment.close()
     model = model_of(setting, form)  # which must stay, as an attachment ends with its model
-    again = sync.attach(model)
+    again = sync.attach(model, sync.Auto(propose=searching.proposer))
     again.load_state_dict(state)
     taken = again.plan.fingerprint()
     again.close()
