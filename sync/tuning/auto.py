@@ -73,8 +73,13 @@ class Auto:
 
     def lines(self, first_step: int) -> list[str]:
         """Texts of all settings, which must be the same on all ranks."""
-        propose = None if self.propose is None else getattr(self.propose, "__qualname__", type(self.propose).__name__)
         return [
-            f"tuned, steps {self.steps}, replan {self.replan}, propose {propose}",
+            f"tuned, steps {self.steps}, replan {self.replan}, propose {_name_of(self.propose)}",
             *map(str, self.phases(first_step)),
         ]
+
+
+def _name_of(function: Any) -> str:
+    """The full name of a function, or of the type of another object."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
