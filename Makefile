@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
+TRAINS := $(VENV)/.trains
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -102,7 +103,7 @@ docs-links: $(INSTALLED) ## check the links from the documentation to other site
 tables: $(INSTALLED) ## write the generated parts of the documentation
 	$(VENV_PYTHON) -m docs.tables
 
-train: $(INSTALLED) ## train over a slow link with and without compression, compare
+train: $(TRAINS) ## train over a slow link with and without compression, compare
 	$(VENV_PYTHON) -m examples.compare
 
 .PHONY: dist
@@ -147,9 +148,14 @@ bench-auto: $(INSTALLED) ## attachments that choose their plan against everythin
 	$(VENV_PYTHON) -m bench.training.time_to_accuracy --table
 
 # The environment lives in .venv and is made anew only when what it depends on changes. Everything
-# is installed through constraints.txt, so that two machines get the same versions.
-$(INSTALLED): pyproject.toml constraints.txt
+# is installed through constraints.txt, so that two machines get the same versions: first what a training needs, then
+# what tests, checks and documents need.
+$(TRAINS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(VENV_PYTHON) -m pip install --constraint constraints.txt --editable .
+	touch $@
+
+$(INSTALLED): $(TRAINS)
 	$(VENV_PYTHON) -m pip install --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

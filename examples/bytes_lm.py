@@ -32,6 +32,7 @@ CONTEXT = 64  # bytes of input
 BATCH = 16  # windows per step, over all ranks
 WIDTH, DEPTH, HEADS = 128, 2, 4
 PEAK_LR = 3e-3
+SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
 
 
 def load_text() -> list[torch.Tensor]:
@@ -148,6 +149,18 @@ def evaluate(model: nn.Module, text: torch.Tensor, device: torch.device) -> tupl
     return accuracy, nats_per_byte / math.log(2)
 
 
+def wrapped(network: nn.Module, compressor: str) -> tuple[nn.Module, sync.Attachment | None]:
+    """Return the model in DDP, and what compresses its gradients."""
+    model, handle = DistributedDataParallel(network), None
+    if compressor == "auto":
+        handle = sync.attach(model)  # <- gckernels 2/2
+    elif compressor == common.FP16_HOOK:  # for comparison
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif compressor != "none":
+        handle = sync.attach(model, compressor)
+    return model, handle
+
+
 def main() -> None:
     parser = common.make_parser(__doc__)
     parser.add_argument("--steps", type=int, default=1000)
@@ -157,19 +170,18 @@ def main() -> None:
     device = common.init_process_group()
     torch.manual_seed(args.seed)
 
-    model = DistributedDataParallel(ByteTransformer().to(device))
-    handle = None
-    if args.compressor == "auto":
-        handle = sync.attach(model)  # <- gckernels 2/2
-    elif args.compressor == common.FP16_HOOK:  # for comparison
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif args.compressor != "none":
-        handle = sync.attach(model, args.compressor)
+    network = ByteTransformer().to(device)
+    optimizer = make_adamw(network.parameters())
+    if args.compressor == common.UPDATES:  # no wrapper, which would send gradients
+        model: nn.Module = network
+        handle: sync.Attachment | None = sync.average_updates(network, optimizer, SIGNS, every=common.ROUND_STEPS)
+    else:
+        model, handle = wrapped(network, args.compressor)
 
     timer = common.StepTimer(device)
-    train(model, train_text, timer, steps=args.steps, log_every=25)
+    train(model, train_text, timer, steps=args.steps, log_every=25, make_optimizer=lambda _: optimizer)
 
-    accuracy, bits_per_byte = evaluate(model.module, valid_text, device)
+    accuracy, bits_per_byte = evaluate(network, valid_text, device)
     common.report(
         args,
         example="bytes_lm",
