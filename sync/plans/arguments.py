@@ -14,7 +14,7 @@ from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import BlockQuant, Cast16, Identity
 
 from ..programs.named import PROGRAMS
-from ..programs.steps import Program, Step
+from ..programs.steps import Program, ProgramError, Step, parse
 from ..programs.topology import Topology
 
 Exempt: TypeAlias = Callable[[str, torch.nn.Parameter], bool]
@@ -130,19 +130,23 @@ def sends_differences(weights: Codec) -> bool:
 
 
 def as_program(caller: str, given: Program | str | None) -> Program | None:
-    """The program that ``given`` is, or whose name it is in :data:`~gckernels.sync.programs.PROGRAMS`, in any case.
+    """The program that ``given`` is, or whose name it is in :data:`~gckernels.sync.programs.PROGRAMS`, in any case, or
+    whose text it is for :func:`~gckernels.sync.programs.parse`.
 
     Raises:
-        TypeError: ``given`` is neither ``None`` nor a name nor a tuple of steps.
-        ValueError: there is no program of this name.
+        TypeError: ``given`` is neither ``None`` nor a text nor a tuple of steps.
+        ValueError: the text is neither a name nor that of a program.
     """
     if given is None or (isinstance(given, tuple) and all(isinstance(step, Step) for step in given)):
         return given
-    names = f"a name ({', '.join(PROGRAMS)})"
+    names = f"a name ({', '.join(PROGRAMS)}), a text such as 'E AG D'"
     if isinstance(given, str):
-        if given.lower() not in PROGRAMS:
-            raise ValueError(f"{caller}: program must be {names} or a tuple of steps, got {given!r}")
-        return PROGRAMS[given.lower()]
+        if given.lower() in PROGRAMS:
+            return PROGRAMS[given.lower()]
+        try:
+            return parse(given)
+        except ProgramError as error:
+            raise ValueError(f"{caller}: program must be {names} or a tuple of steps, got {given!r}: {error}") from None
     raise TypeError(f"{caller}: program must be None, {names} or a tuple of steps such as (Encode(),), got {given!r}")
 
 

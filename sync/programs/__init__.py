@@ -35,6 +35,8 @@ from .steps import (
     ProgramError,
     Reduce,
     ReduceScatter,
+    describe,
+    parse,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +77,9 @@ __all__ = [
     "Span",
     "allreduce_sent_nbytes",
     "default_program",
+    "describe",
     "enumerate_programs",
+    "parse",
     "ring",
 ]
 

@@ -22,6 +22,7 @@ from gckernels.sync.programs import (
     ENCODED_ALLREDUCE,
     POWERSGD,
     PROGRAMS,
+    SHARDS_OF_LEVELS,
     AllGather,
     AllReduce,
     AllToAll,
@@ -38,12 +39,14 @@ from gckernels.sync.programs import (
     ReduceScatter,
     allreduce_sent_nbytes,
     default_program,
+    describe,
     enumerate_programs,
+    parse,
     ring,
 )
 from gckernels.sync.programs.rules import Flow
 from gckernels.sync.programs.sizes import Data, sent_nbytes, sizes_of
-from gckernels.sync.programs.steps import KINDS, describe, program_from_json, program_to_json
+from gckernels.sync.programs.steps import KINDS, program_from_json, program_to_json
 
 NUMELS = (0, 1, 5, 100, 4097)
 WORLD_SIZES = (1, 2, 3, 4, 5)
@@ -324,6 +327,35 @@ def test_describe():
     assert describe(ALLGATHER) == "Encode AllGather Decode"
     assert describe((Encode(Place.HOST), AllGather(Level.INTER))) == "Encode(host) AllGather(inter)"
     assert describe(()) == "(empty)"
+
+
+def test_a_program_is_what_its_text_says():
+    for program in (*PROGRAMS.values(), SHARDS_OF_LEVELS, ring(4, Level.INTER), *enumerate_programs(Topology(2, 2))):
+        assert parse(describe(program)) == program
+    assert parse("E A2A(inter) D(host) E(host) AG(inter) D") == (
+        Encode(),
+        AllToAll(Level.INTER),
+        Decode(Place.HOST),
+        Encode(Place.HOST),
+        AllGather(Level.INTER),
+        Decode(),
+    )
+    assert parse("RS  E H H AG D B R G AR")[2:4] == (Hop(), Hop())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'': there is no step"),
+        ("E AG decode", "'decode' is no step; known: E or Encode, D or Decode, AR or AllReduce"),
+        ("E AG(host) D", r"'AG\(host\)' must have one of flat, intra, inter in parentheses"),
+        ("E(inter)", r"'E\(inter\)' must have one of device, host"),
+        ("E AG( D", r"'AG\(' is no step"),
+    ],
+)
+def test_texts_that_are_no_program(text, message):
+    with pytest.raises(ProgramError, match=message):
+        parse(text)
 
 
 @pytest.mark.parametrize(
