@@ -4,6 +4,7 @@ names, pairs of machines and devices. Each function returns the object; an objec
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import BlockQuant, Cast16, Identity
 
 from ..programs.named import PROGRAMS
-from ..programs.steps import Program, ProgramError, Step, parse
+from ..programs.steps import Program, ProgramError, Step
 from ..programs.topology import Topology
 
 Exempt: TypeAlias = Callable[[str, torch.nn.Parameter], bool]
@@ -144,7 +145,8 @@ def as_program(caller: str, given: Program | str | None) -> Program | None:
         if given.lower() in PROGRAMS:
             return PROGRAMS[given.lower()]
         try:
-            return parse(given)
+            found: Program = importlib.import_module("..programs.texts", __package__).parse(given)
+            return found
         except ProgramError as error:
             raise ValueError(f"{caller}: program must be {names} or a tuple of steps, got {given!r}: {error}") from None
     raise TypeError(f"{caller}: program must be None, {names} or a tuple of steps such as (Encode(),), got {given!r}")

@@ -36,11 +36,11 @@ from .steps import (
     Reduce,
     ReduceScatter,
     describe,
-    parse,
 )
 
 if TYPE_CHECKING:
     from .enumeration import enumerate_programs
+    from .texts import parse
 
 __all__ = [
     "ALLGATHER",
@@ -84,7 +84,11 @@ __all__ = [
 ]
 
 
+_LATER = {"enumerate_programs": ".enumeration", "parse": ".texts"}
+"""The modules of names, which few trainings need, so they are imported when a name is asked for."""
+
+
 def __getattr__(name: str) -> object:
-    if name == "enumerate_programs":  # a training needs no program that is not in a plan
-        return importlib.import_module(".enumeration", __name__).enumerate_programs
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, get_args
@@ -110,51 +109,6 @@ def _describe_step(step: Step) -> str:
             return name
     level = getattr(step, "level", Level.FLAT)
     return name if level == Level.FLAT else f"{name}({level.value})"
-
-
-_SHORT: dict[str, type[Any]] = {
-    "E": Encode,
-    "D": Decode,
-    "AR": AllReduce,
-    "RS": ReduceScatter,
-    "R": Reduce,
-    "AG": AllGather,
-    "A2A": AllToAll,
-    "G": Gather,
-    "B": Broadcast,
-    "H": Hop,
-}
-_WORD = re.compile(r"(\w+)(?:\((\w+)\))?")
-
-
-def parse(text: str) -> Program:
-    """The program of a text that :func:`describe` has written, or of one with short words: ``"E AG(inter) D(host)"``.
-
-    The short words are ``E`` and ``D`` to encode and decode, ``AR`` all-reduce, ``RS`` reduce-scatter, ``R`` reduce,
-    ``AG`` all-gather, ``A2A`` all-to-all, ``G`` gather, ``B`` broadcast and ``H`` for a hop around a ring.
-
-    Raises:
-        ProgramError: there is no word, one is no step, or what follows in parentheses is no place or level.
-    """
-    if not text.split():
-        raise ProgramError(f"program {text!r}: there is no step")
-    return tuple(_step_of(text, word) for word in text.split())
-
-
-def _step_of(text: str, word: str) -> Step:
-    found = _WORD.fullmatch(word)
-    kind = None if found is None else KINDS.get(found[1], _SHORT.get(found[1]))
-    if found is None or kind is None:
-        steps = ", ".join(f"{short} or {kind.__name__}" for short, kind in _SHORT.items())
-        raise ProgramError(f"program {text!r}: {word!r} is no step; known: {steps}")
-    options: type[Any] = Place if issubclass(kind, _Coding) else Level
-    if found[2] is None:
-        return kind()  # type: ignore[no-any-return]
-    try:
-        return kind(options(found[2]))  # type: ignore[no-any-return]
-    except ValueError as error:
-        allowed = ", ".join(member.value for member in options)
-        raise ProgramError(f"program {text!r}: {word!r} must have one of {allowed} in parentheses") from error
 
 
 def program_to_json(program: Program) -> list[dict[str, str]]:
