@@ -19,7 +19,6 @@ whatever their size, are used only if a list names them.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -246,7 +245,9 @@ def error_on(tensor: TracedTensor, method: Compressor) -> RelativeError | None:
         error = next((error for spec, error in tensor.errors.items() if _method(spec) == method), None)
     if error is not None:
         return RelativeError(error, assumed=False)
-    value = importlib.import_module(".errors", __package__).assumed_error(method)
+    from .errors import assumed_error
+
+    value = assumed_error(method)
     return None if value is None else RelativeError(value, assumed=True)
 
 

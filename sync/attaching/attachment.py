@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -57,7 +56,8 @@ class Attachment:
         """Find plans while the model is trained. If that cannot begin, close the attachment and raise."""
         parts = (self._frontend, self._changes, self._figures, self._listeners)
         try:
-            tuning = importlib.import_module("..tuning.tuning", __package__)
+            from ..tuning import tuning
+
             self._tuning = tuning.Tuning(*parts, model, auto, start_step)
         except BaseException:
             self.close()
@@ -300,8 +300,9 @@ class Attachment:
         Raises:
             OSError: the file cannot be written. If there was one, it is as it was.
         """
-        collecting = importlib.import_module("..reporting.data", __package__)
-        page = importlib.import_module("..reporting.page", __package__)
+        from ..reporting import data as collecting
+        from ..reporting import page
+
         found = collecting.collected(self._frontend, self._figures, self.residual_nbytes(), title)
         write_whole(path, page.render(found))
 
@@ -310,7 +311,8 @@ class Attachment:
     @property
     def _saved(self) -> SavedTraining:
         """The parts that checkpoints save and load."""
-        saving = importlib.import_module(".saving", __package__)
+        from . import saving
+
         parts = (self._frontend, self._parking, self._changes, self._figures)
         saved: SavedTraining = saving.SavedTraining(*parts, self._tuning)
         return saved
@@ -361,5 +363,7 @@ class Attachment:
         Raises:
             TypeError: an argument has another type.
         """
-        made: Checkpoint = importlib.import_module(".checkpoint", __package__).Checkpoint(self._saved, reads, key)
+        from .checkpoint import Checkpoint
+
+        made = Checkpoint(self._saved, reads, key)
         return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +50,8 @@ def named(group: dist.ProcessGroup, what: str, names: Sequence[str] = (), step: 
     except RuntimeError as error:
         report = ""
         with contextlib.suppress(Exception):  # the group may be gone
-            reports = importlib.import_module(".reports", __package__)
+            from . import reports
+
             report = reports.explained(group, what, names, step, error)
         raise RuntimeError(
             f"gckernels: {what} failed: {report and f'{report}: '}{type(error).__name__}: {error}"

@@ -10,7 +10,6 @@ directions.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -81,7 +80,8 @@ class RankConnections:
 
     def hang_up(self) -> None:
         """Close the connections, so that ranks that wait for this one fail, and what this rank has begun ends."""
-        hang_up = importlib.import_module(".hanging_up", __package__).hang_up
+        from .hanging_up import hang_up
+
         for group in filter(_exists, self.groups):
             hang_up(group)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -49,7 +48,8 @@ class Failures:
     def _note(self, error: BaseException, stage: Stage | None) -> None:
         """Tell the other ranks where the first error is."""
         if (communicators := self._communicators) is not None:
-            reports = importlib.import_module("..communication.reports", __package__)
+            from ..communication import reports
+
             place = None
             if stage is not None and stage.spec.level is not None:
                 place = stage.spec.name, stage.keys, stage.spec.level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -116,7 +115,8 @@ class StepTracer:
         """Note that the first message of a step will be submitted."""
         self.recorder = None
         if self._is_asked and timeline is None:
-            recorders = importlib.import_module(".timeline_recorder", __package__)
+            from . import timeline_recorder as recorders
+
             self.recorder = recorders.TimelineRecorder(self._rank)
 
     def end(self, step: int, plan: Plan) -> None:

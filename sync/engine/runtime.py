@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -116,7 +115,8 @@ class Runtime(RuntimeState):
                 self.close()
                 raise
         if (can_discard or grad_scaler is not None) and self._engine is not None:
-            step_copies = importlib.import_module(".step_copies", __package__)
+            from . import step_copies
+
             self._copies = step_copies.StepCopies(grad_scaler, self._feedback, plan, parameters or {}, device)
         self._beginning: list[Token] = []  # in the step, seeds are its own and residuals follow the scaler
         self._sent_nbytes = 0.0
@@ -203,7 +203,8 @@ class Runtime(RuntimeState):
         allocate: Allocate | None = None,
     ) -> list[Message]:
         if self.milestone == _DRAINS:
-            drain = importlib.import_module("..messages.drain", __package__)
+            from ..messages import drain
+
             return [drain.DrainMessage(buffer, units, communicators, self._feedback, shares)]
         if self.milestone is None:
             specs: Sequence[MessageSpec] = (whole_bucket(units, buffer.numel()),)
@@ -240,7 +241,8 @@ class Runtime(RuntimeState):
             copies: the number of such means of all ranks over which another mean is taken.
         """
         if self.milestone == _DRAINS:
-            shards = importlib.import_module("..messages.shards", __package__)
+            from ..messages import shards
+
             shards.add_unsent(units, rows, self.rank, self._feedback, copies)
 
     def submit(

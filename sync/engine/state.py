@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,10 +28,6 @@ if TYPE_CHECKING:
     from .step_copies import StepCopies
 
 _NOTE = Refusal(b"this state is of one rank; torch.distributed.checkpoint takes what checkpoint() returns instead")
-
-
-def _unsent() -> ModuleType:
-    return importlib.import_module("..states.unsent", __package__)
 
 
 class RuntimeState:
@@ -93,7 +87,8 @@ class RuntimeState:
             ValueError: a state is damaged, or of another rank or number of ranks, or the list is not of all ranks of
                 one job.
         """
-        parts = importlib.import_module("..states.parts", __package__)
+        from ..states import parts
+
         job: Job
         if isinstance(state, list | tuple):
             job = parts.read_states(state, self.plan, self.part)
@@ -169,25 +164,30 @@ class RuntimeState:
         return now, any(not held and self._holds(unit, copies.copy) for unit, held in zip(units, now, strict=True))
 
     def _holds(self, unit: UnitPlan, kept: Kept) -> bool:
+        from ..states.unsent import unsent
+
         return bool(unit.feedback) and any(
-            bool(each.values.any()) for each in _unsent().unsent(unit, self.topology, self.rank, kept)
+            bool(each.values.any()) for each in unsent(unit, self.topology, self.rank, kept)
         )
 
     def unsent(self, units: Sequence[UnitPlan], sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """The part of this rank in what has not been sent of some units, as
         :func:`~gckernels.sync.states.unsent.unsent_by_parameter` returns it."""
+        from ..states.unsent import unsent_by_parameter
+
         state = self.state_dict(self.device)["feedback"]
         kept: Kept = lambda kind, key: state[kind].get(key)
-        found: dict[str, torch.Tensor] = _unsent().unsent_by_parameter(units, self.topology, self.rank, kept, sizes)
-        return found
+        return unsent_by_parameter(units, self.topology, self.rank, kept, sizes)
 
     def follow(self, other: RuntimeState) -> None:
         """Continue where the runtime of another plan, which has sent everything, ends."""
         self.step, self.first_is_dense = other.next_step, other.first_is_dense
         if self._engine is None or not other._begun:
             return
+        from ..states.unsent import carried
+
         plans, feedback = (other.plan, self.plan), other.state_dict()["feedback"]
-        keys, states = _unsent().carried(*plans, self.world_size, self.rank, feedback)
+        keys, states = carried(*plans, self.world_size, self.rank, feedback)
         self._feedback.load_state_dict(states)
         self._begun = keys & other._begun
 
@@ -201,7 +201,8 @@ class RuntimeState:
         Raises:
             ValueError: they are of a plan with other units or compressors. Nothing has been changed.
         """
-        resharding = importlib.import_module("..states.resharding", __package__)
+        from ..states import resharding
+
         self._settle()
         feedback = resharding.reshard(job, self.plan, self.topology, self.rank)
         if self._engine is None:

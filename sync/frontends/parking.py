@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -117,7 +116,8 @@ class Parking:
             if (scaler := request.enabled_scaler) is not None or request.can_discard:
                 parameters = frontend.parameters()
                 whole = plan_of_parameters(parameters, Identity(), 1)
-                step_copies = importlib.import_module("..engine.step_copies", __package__)
+                from ..engine import step_copies
+
                 self._copies = step_copies.StepCopies(scaler, self._feedback, whole, parameters, frontend.device)
         self._feedback.load_state_dict({kind: {} for kind in KINDS} | {_KIND: dict(parts)})
         if self._copies is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -243,7 +242,8 @@ class Request:
         if self.memory_budget_mb is not None:
             budget_nbytes, copies = self.memory_budget_mb * 2**20, self.can_discard or self.enabled_scaler is not None
             limits = budget_nbytes, copies, self.residual_bits
-            budget = importlib.import_module(".budget", __package__)
+            from . import budget
+
             plan = budget.within_budget(self.caller, plan, parameters, world_size, *limits)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import assert_never
 
 import torch
@@ -40,7 +39,8 @@ def build_message(
     """
     message: Message
     if spec.program == SHARDS:
-        shards = importlib.import_module(".shards", __package__)
+        from . import shards
+
         message = shards.ShardMessage(spec.units, buffer, communicators, feedback, seeds, spec.channel, allocate)
         return message
     if spec.kind == MessageKind.IN_PLACE:
@@ -50,7 +50,8 @@ def build_message(
         case MessageKind.ENCODED:
             return EncodedMessage(units, communicators, feedback, seeds, spec.channel, allocate)
         case MessageKind.LOW_RANK:
-            lowrank = importlib.import_module(".lowrank", __package__)
+            from . import lowrank
+
             message = lowrank.LowRankMessage(units, communicators, feedback, seeds, allocate)
             return message
         case _:

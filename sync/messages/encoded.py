@@ -7,7 +7,6 @@ with the size that :func:`~gckernels.sync.programs.sizes.sizes_of` returns.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
@@ -80,7 +79,8 @@ class EncodedMessage(Message):
             case StageKind.RECODE:
                 return codings.recode(spec, as_payloads(held))
             case StageKind.ENCODE_SHARD | StageKind.ADD:
-                ring = importlib.import_module(".ring", __package__)
+                from . import ring
+
                 bound: tuple[Work, Held] = ring.bind(buffers, codings, spec, held)
                 return bound
             case StageKind.CUT:

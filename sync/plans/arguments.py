@@ -4,7 +4,6 @@ names, pairs of machines and devices. Each function returns the object; an objec
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
@@ -144,9 +143,10 @@ def as_program(caller: str, given: Program | str | None) -> Program | None:
     if isinstance(given, str):
         if given.lower() in PROGRAMS:
             return PROGRAMS[given.lower()]
+        from ..programs.texts import parse
+
         try:
-            found: Program = importlib.import_module("..programs.texts", __package__).parse(given)
-            return found
+            return parse(given)
         except ProgramError as error:
             raise ValueError(f"{caller}: program must be {names} or a tuple of steps, got {given!r}: {error}") from None
     raise TypeError(f"{caller}: program must be None, {names} or a tuple of steps such as (Encode(),), got {given!r}")

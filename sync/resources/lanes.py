@@ -10,7 +10,6 @@ only wait for its timeout. Work that was submitted with ``failed`` gets the firs
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,7 +51,8 @@ class DeviceLanes:
         self._feeder = self._thread("collectives") if offloads and is_accelerator(device) else None
         self._rounds: Rounds | None = None
         if self._feeder is not None:
-            order = importlib.import_module(".collective_order", __package__)
+            from . import collective_order as order
+
             self._rounds = order.Rounds(self._feeder.put, MAX_PHASES)
 
     @property

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from .traced_tensors import Float, TracedGather, TracedTensor
 
@@ -84,7 +82,9 @@ class ModelTrace:
 
     def fingerprint(self) -> str:
         """The SHA-256 hash of the trace, in hexadecimal, as its file has it."""
-        return str(_files().fingerprint(self))
+        from . import trace_files
+
+        return str(trace_files.fingerprint(self))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, as JSON, which :meth:`load` reads. The file is replaced as a whole, or not at all.
@@ -92,7 +92,9 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid, or the file cannot be written.
         """
-        _files().save(self, path)
+        from . import trace_files
+
+        trace_files.save(self, path)
 
     @staticmethod
     def load(path_or_name: str | os.PathLike[str]) -> ModelTrace:
@@ -107,7 +109,9 @@ class ModelTrace:
             TraceError: there is no such file or name, or the trace is damaged, cut off, of another version, or not
                 valid.
         """
-        return ModelTrace(**_files().fields_at(path_or_name, ModelTrace))
+        from . import trace_files
+
+        return ModelTrace(**trace_files.fields_at(path_or_name, ModelTrace))
 
     def to_text(self) -> str:
         """The text of the trace's file.
@@ -115,7 +119,9 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid.
         """
-        return str(_files().text_of(self))
+        from . import trace_files
+
+        return str(trace_files.text_of(self))
 
     @staticmethod
     def from_text(text: str | bytes, file: str) -> ModelTrace:
@@ -128,9 +134,6 @@ class ModelTrace:
         Raises:
             TraceError: the trace is not valid.
         """
-        return ModelTrace(**_files().fields_in(text, file, ModelTrace))
+        from . import trace_files
 
-
-def _files() -> Any:
-    """The module that reads and writes files of traces, which most trainings do not need."""
-    return importlib.import_module(".trace_files", __package__)
+        return ModelTrace(**trace_files.fields_in(text, file, ModelTrace))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,9 +64,9 @@ class Auto:
                 f"Auto: propose must be a function such as gckernels.planner.proposer, or None, got {self.propose!r}"
             )
         try:
-            rules = importlib.import_module(".trials.rules", __package__)
-            stages: tuple[Phase, ...] = rules.stages_of(self.accuracy, self.steps, first_step)
-            return stages
+            from .trials import rules
+
+            return rules.stages_of(self.accuracy, self.steps, first_step)
         except (TypeError, ValueError) as error:
             raise type(error)(f"Auto: {error}") from None
 

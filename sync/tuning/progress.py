@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +94,8 @@ class Progress:
             tuned = Tuned(trace, stages[stage].accuracy, *times_s)
             pace = None
             if "gap" in record:
-                watching = importlib.import_module(".watching.pace", __package__)
+                from .watching import pace as watching
+
                 pace = watching.Pace(int(record["gap"]), int(record["since"]))
             return Progress(stage, str(record["policy"]), tuned, found, pace=pace)
         except (KeyError, TypeError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,7 +52,8 @@ class UniformPlans:
         self._training = training
 
     def plans(self, stage: Phase, trace: ModelTrace, race: Race) -> Steps[tuple[Plan, ...] | Failure]:
-        candidates = importlib.import_module(".uniform_candidates", __package__)
+        from . import uniform_candidates as candidates
+
         found: tuple[Plan, ...] | Failure = yield from candidates.uniform_plans(self._training, stage, trace)
         return found
 

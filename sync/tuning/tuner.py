@@ -11,7 +11,6 @@ plan that was found before goes on, or plain averaging. Only a rank that is gone
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
@@ -82,7 +81,8 @@ class Tuner:
         self._running: Running | None = None  # while it is watched
         self._optimizers: Optimizers | None = None
         if training.frontend.averaged == GRADIENTS and any(stage.accuracy.is_aggressive for stage in rules.stages):
-            optimizers = importlib.import_module(".optimizers", __package__)
+            from . import optimizers
+
             self._optimizers = optimizers.Optimizers(training.frontend.parameters().values(), training.ranks)
         self._sequence = self._tuned()
         training.listeners.add(self._go_on)
@@ -216,7 +216,8 @@ class Tuner:
             known = {} if isinstance(plans, Failure) else {plan: _policy_of(plan) for plan in self._decaying(plans)}
             self._join(race, {self._training.plan: self._training.policy} | known, stage, trace)
             race.resume(self._training.plan, tuned.step_s, tuned.none_s)
-        watching = importlib.import_module(".watching.watching", __package__)
+        from .watching import watching
+
         pace, self._progress = self._progress.pace, replace(self._progress, pace=None)
         self._running = watching.Running(self._training, self._spans, race, self._found, pace)
         return self._running
@@ -272,9 +273,9 @@ class Tuner:
         return tuned
 
     def _new_race(self) -> Race:
-        race = importlib.import_module(".trials.race", __package__)
-        made: Race = race.Race(self._training, self._spans, self._plain)
-        return made
+        from .trials import race
+
+        return race.Race(self._training, self._spans, self._plain)
 
     def _in_use(self, stage: Phase) -> Phase:
         """A rule as it holds in front of the optimizers that are in use. Collective."""
@@ -302,7 +303,8 @@ class Tuner:
         if not self._training.frontend.can_be_traced:
             return self._model
         if self._recording is None:
-            recording = importlib.import_module(".recording", __package__)
+            from . import recording
+
             self._recording = recording.StepRecording(self._training, self._given)
         trace = yield from self._recording.trace(stage.methods)
         if isinstance(trace, Failure):
@@ -323,7 +325,11 @@ class Tuner:
     def _postpone(self, failure: Failure, goes_on: str = PLAIN_GOES_ON) -> None:
         """Say that tuning has failed, and try it again later. People are warned once of each cause."""
         training = self._training
-        retries = self._retries or importlib.import_module(".retries", __package__).Retries()
+        retries = self._retries
+        if retries is None:
+            from .retries import Retries
+
+            retries = Retries()
         is_known = retries.is_known(failure.text)
         self._retries = retries = retries.after(training.steps, failure.text)
         again = retries.allowance.wait if self._replan else None
@@ -336,7 +342,8 @@ class Tuner:
     def _decided(self, race: Race, trace: ModelTrace, stages: Sequence[Phase]) -> Tuned:
         """The outcome of a race, whose winner runs now."""
         training, trials = self._training, race.trials
-        outcome = importlib.import_module(".trials.trial_report", __package__).outcome
+        from .trials.trial_report import outcome
+
         training.decide(outcome(training.steps, trace, race, stages, self._ranks.world_size, training.frontend.kind))
         return Tuned(trace, stages[0].accuracy, trials.median_s(trials.incumbent), trials.plain_s)
 

@@ -20,8 +20,8 @@ PURE = (
     *(f"planner/{room}" for room in ("machines", "timeline", "drafts", "search", "policies", "auto", "choice")),
 )
 """The rooms that know no process group."""
-UPWARDS = ("gckernels.sync.frontends.kinds", "gckernels.sync.tuning.proposers")
-"""The modules that import front ends, or the proposer of predicted plans, from above when these are asked for."""
+UPWARDS = ("gckernels.sync.frontends.kinds",)
+"""The module that imports front ends, from above, when these are asked for."""
 TRAINERS = ("accelerate", "lightning", "torchft", "torchtitan", "transformers")
 """Packages that need not be installed."""
 MAX_MODULES = 14

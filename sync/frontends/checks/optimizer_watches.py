@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -78,7 +77,8 @@ class OptimizerWatches:
         if momenta:
             self._watches.append(warn_of_momentum([parameters[name] for name in momenta], next(iter(momenta.values()))))
         if residuals:
-            layer_use = importlib.import_module(".layer_use", __package__)
+            from . import layer_use
+
             self._layers = layer_use.LayerUse({name: parameters[name] for name in residuals}, weakly(self._gone))
             self._watches.append(self._layers)
         if residuals and self._scaler is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -129,7 +128,8 @@ def _finish(group: dist.ProcessGroup, buffer: torch.Tensor, future: Future[Outco
 
 
 def _explained(group: dist.ProcessGroup, error: Exception) -> RuntimeError:
-    reports = importlib.import_module("...communication.reports", __package__)
+    from ...communication import reports
+
     return failure(error, report=reports.explained(group, "the average of a bucket", (), None, error))
 
 
