@@ -75,7 +75,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
             raise wrong_use(f"--frontend {given.frontend}: {made_for}", "leave it out")
         given.frontend = plan.made_for.value
     problem, caveats = problem_of(given, trace, machine)
-    if problem.frontend is Frontend.HSDP:
+    if problem.frontend.replicates:
         plans = {path: with_sizes_of(problem.trace, each) for path, each in plans.items()}
         plan = plans[given.plan]
     timelines = {path: _timeline(problem, given.machine, path, each) for path, each in plans.items()}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from gckernels.sync.accuracy.accuracy import start_step
-from gckernels.sync.plans.plan import Frontend, PlanError
+from gckernels.sync.plans.plan import PlanError
 from gckernels.sync.traces.model_trace import ModelTrace
 
 from ..choice import Choice, choose, policy_of
@@ -108,7 +108,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         least_s = min(row.step_s for row in here.choice.rows)
         instead = updates_instead(problem, least_s, partial(problem_of_rounds, given, trace, machine))
     plan = replace(here.choice.plan, start_step=first_step)
-    if problem.frontend is Frontend.HSDP:
+    if problem.frontend.replicates:
         plan = with_sizes_of(trace, plan)
     files: dict[str | None, str | bytes] = {given.output: json.dumps(plan.to_json(), indent=1) + "\n"}
     if given.png is not None and elsewhere is not None:

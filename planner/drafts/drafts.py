@@ -17,7 +17,7 @@ from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 from gckernels.sync.plans.buckets import BUCKET_NBYTES, UPDATE_BUCKET_NBYTES
 from gckernels.sync.plans.grouping import MessageSpec, group_units
-from gckernels.sync.plans.plan import Frontend, Plan, UnitPlan
+from gckernels.sync.plans.plan import Plan, UnitPlan
 from gckernels.sync.programs.named import ALLREDUCE, exact_program
 from gckernels.sync.programs.stages import MessageKind
 from gckernels.sync.programs.steps import Broadcast, Program
@@ -146,7 +146,7 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
         ValueError: the draft has not each tensor once, or not the launches of the problem's buckets.
     """
     _check(problem, draft)
-    roots, launches = roots_of(problem, draft), problem.frontend == Frontend.MODULE
+    roots, launches = roots_of(problem, draft), problem.frontend.plans_launches
     units: list[UnitPlan] = []
     channels, number = 1, 0
     for launch, messages in enumerate(draft):
@@ -157,7 +157,7 @@ def plan_of(problem: Problem, draft: Draft) -> Plan:
             if not option.in_place and option.has_channels:
                 channels = max(channels, min(option.channel + option.parts, MAX_CHANNELS))
             number += option.parts
-    topology = None if problem.frontend == Frontend.FSDP else problem.topology  # its programs are flat
+    topology = None if problem.frontend.gathers else problem.topology  # its programs are flat
     weights = problem.weights if any(not unit.in_place for unit in units) else None
     return Plan(tuple(reversed(units)), topology, channels, problem.frontend, weights=weights)
 

@@ -27,10 +27,6 @@ from ..timeline.pricing import Pricer
 from ..timeline.timeline import Timeline, timeline
 from .rounds import UpdateRounds
 
-_SHARDS_ON_ALL = {Frontend.FSDP: True, Frontend.HSDP: False}
-"""Whether the shards of a model of FSDP2 are on all ranks."""
-
-
 PREDICTED_SHARE = 0.2
 """The share of a step that counts as predicted at least: what runs beside a backward makes it longer, by a predicted
 time, even where nothing waits for communication."""
@@ -83,10 +79,10 @@ class Problem:
     def __post_init__(self) -> None:
         if not isinstance(self.frontend, Frontend):
             raise TypeError(f"Problem: frontend must be a Frontend, got {self.frontend!r}")
-        if self.rounds is not None and self.frontend != Frontend.MODULE:
+        if self.rounds is not None and self.frontend.traits.is_wrapped:
             raise ValueError(f"Problem: rounds are for bare modules, got {self.frontend.value}")
         sharding = self.pricer.sharding
-        if (None if sharding is None else sharding.inside is None) != _SHARDS_ON_ALL.get(self.frontend):
+        if (None if sharding is None else sharding.inside is None) is not self.frontend.traits.shards_on_all:
             raise ValueError(f"Problem: the pricer has the shards of another kind of model than {self.frontend.value}")
         _check_trace(self.trace, self.frontend, gathers=sharding is not None and sharding.inside != 1)
         if unknown := [name for name in self.allowed if name not in self.trace.by_name]:
@@ -152,14 +148,14 @@ class Problem:
     @functools.cached_property
     def buckets(self) -> tuple[tuple[int, ...], ...]:
         """The buckets of DDP or FSDP2 as numbers of tensors, first launched first; empty for a bare module."""
-        if self.frontend == Frontend.MODULE:
+        if self.frontend.plans_launches:
             return ()
         return tuple(tuple(self.numbers[name] for name in bucket) for bucket in self.trace.buckets)
 
     @property
     def is_sharded(self) -> bool:
         """Whether the model is one of FSDP2, whose parameters are neither parted nor merged."""
-        return self.frontend in _SHARDS_ON_ALL
+        return self.frontend.traits.shards_on_all is not None
 
     def default_program(self, compressor: Compressor) -> Program:
         """The program for tensors with a compressor of which nothing else is known."""
@@ -240,7 +236,7 @@ def _check_trace(trace: ModelTrace, frontend: Frontend, gathers: bool) -> None:
         raise ValueError("Problem: the trace has no tensors")
     if len(set(names)) < len(names):
         raise ValueError("Problem: two tensors of the trace have the same name")
-    if frontend == Frontend.MODULE:
+    if frontend.plans_launches:
         return
     held = [name for bucket in trace.buckets for name in bucket]
     if gathers and not trace.gathers:

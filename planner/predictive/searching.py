@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from gckernels.sync.communication.agreement import Failure, together
 from gckernels.sync.communication.cores import Cores
-from gckernels.sync.plans.plan import Frontend, Plan
+from gckernels.sync.plans.plan import Plan
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.tuning.trials.race import Race
 from gckernels.sync.tuning.trials.rules import Phase
@@ -80,7 +80,7 @@ class PredictedPlans:
         def search(rest: Callable[[], None]) -> Proposal:
             machine = TrialMachine.of(stages, ranks.world_size, computes_on, max(cores, 1.0))
             sharding = None
-            if frontend.kind is Frontend.FSDP:  # trials do not measure gathers, which are the same in all proposals
+            if frontend.kind.gathers:  # trials do not measure gathers, which are the same in all proposals
                 sharding = Sharding()
                 machine = replace(machine, curves={"AllGather": machine.sending, **machine.curves})
             return proposal(trace, machine, frontend.kind, stage, tried, sharding, rest)

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gckernels.sync.plans.plan import Frontend
-
 from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option
 from ..drafts.problem import Problem
 
@@ -37,7 +35,7 @@ class Move:
 def moves_of(problem: Problem, draft: Draft) -> list[Move]:
     """All moves. DDP's launches can be neither merged nor split."""
     moves = list(_partings(problem, draft))
-    if problem.frontend == Frontend.MODULE:
+    if problem.frontend.plans_launches:
         moves += [*_merges(problem, draft), *_splits(draft)]
     return moves
 
@@ -63,7 +61,7 @@ def _splits(draft: Draft) -> Iterator[Move]:
 
 def orders_of(problem: Problem, draft: Draft) -> list[Move]:
     """Moves that launch one of the last launches earlier or later. DDP's launches have one order."""
-    if problem.frontend != Frontend.MODULE:
+    if not problem.frontend.plans_launches:
         return []
     last = len(draft)
     moves = []

@@ -56,7 +56,7 @@ def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[Buck
     units = _units_by_tensor(plan, tensors)
     launches: list[BucketLaunch] = []
     ready_s = 0.0
-    for placed, dtype in _module(plan, tensors) if frontend == Frontend.MODULE else _buckets(units, trace, tensors):
+    for placed, dtype in _module(plan, tensors) if frontend.plans_launches else _buckets(units, trace, tensors):
         ready_s = max([ready_s, *(tensors[name].ready_s for unit in placed for name in unit.plan.parameters)])
         launches.append(BucketLaunch(placed, placed[-1].stop, dtype.to_real(), ready_s))
     return tuple(launches)
@@ -69,9 +69,9 @@ def messages_of(launch: BucketLaunch, plan: Plan, frontend: Frontend) -> tuple[M
     them it reduces them to shards, which is no message.
     """
     if has_no_hook(plan, frontend):
-        return () if frontend == Frontend.FSDP else (whole_bucket(launch.units, launch.numel),)
+        return () if frontend.gathers else (whole_bucket(launch.units, launch.numel),)
     units = launch.units
-    if frontend == Frontend.FSDP:
+    if frontend.gathers:
         units = tuple(replace(unit, plan=unit.plan.sent_to_shards(plan.span)) for unit in units)
     if any(len(unit.plan.compressor.schedule) > 1 for unit in units):
         units = tuple(replace(unit, plan=unit.plan.at_step(_STEADY)) for unit in units)
@@ -86,7 +86,7 @@ def phases_of(programs: Iterable[Program]) -> int:
 
 def has_no_hook(plan: Plan, frontend: Frontend) -> bool:
     """Whether DDP or FSDP2 averages all gradients itself, because the plan compresses nothing."""
-    return frontend != Frontend.MODULE and not plan.compresses
+    return not frontend.plans_launches and not plan.compresses
 
 
 def _units_by_tensor(plan: Plan, tensors: Mapping[str, TracedTensor]) -> dict[str, list[UnitPlan]]:

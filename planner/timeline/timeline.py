@@ -173,7 +173,7 @@ class _Step:
         self._launches, is_alone = launches_of(plan, trace, frontend), machine.topology.world_size == 1
         specs = [() if is_alone else messages_of(launch, plan, frontend) for launch in self._launches]
         both = [(spec, launch.dtype) for launch, each in zip(self._launches, specs, strict=True) for spec in each]
-        priced = iter(pricer.messages(both, plan.span if frontend == Frontend.FSDP else None))
+        priced = iter(pricer.messages(both, plan.span if frontend.gathers else None))
         self._messages = [tuple((spec, next(priced)) for spec in each) for each in specs]
         everything = itertools.chain.from_iterable(self._messages)
         rooted = ((stages, spec.units[0].plan.root) for spec, stages in everything)
@@ -234,7 +234,7 @@ class _Step:
 
     def _copied_s(self, launch: BucketLaunch) -> float:
         """The seconds in which DDP copies averaged gradients out of a bucket, one bucket after the other."""
-        if not (self._trace.copies_gradients and self._frontend == Frontend.DDP):
+        if not (self._trace.copies_gradients and self._frontend.traits.copies_buckets):
             return 0.0
         nbytes = np.array([float(launch.numel * launch.dtype.itemsize)])
         return float(self._machine.copy(self._machine.computes_on, nbytes).alone_s[0])

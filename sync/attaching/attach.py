@@ -19,7 +19,7 @@ from ..frontends.kinds import frontend_of, kind_of
 from ..frontends.members import left_out
 from ..frontends.ownership import end_spent
 from ..frontends.request import UNCOMPRESSED, ModuleOptions, Request
-from ..plans.plan import Frontend, Plan
+from ..plans.plan import Plan
 from ..tuning.auto import Auto
 from .attachment import Attachment
 
@@ -152,7 +152,7 @@ def attach(
         start_step=0 if isinstance(plan, Auto) else start_step,
         options=ModuleOptions(process_group, bucket_cap_mb, find_unused_parameters, exclude or ()),
         is_tuned=isinstance(plan, Auto),
-        left_out=ranks_own(model, exclude) if frontend.kind is Frontend.MODULE else frozenset(),
+        left_out=frozenset() if frontend.kind.traits.is_wrapped else ranks_own(model, exclude),
     )
 
     def check() -> tuple[Plan, list[str]]:

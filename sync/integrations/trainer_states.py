@@ -22,7 +22,7 @@ from ..attaching.attach import attach
 from ..attaching.attachment import Attachment
 from ..communication.agreement import agreed, device_of
 from ..frontends.kinds import kind_of
-from ..plans.plan import Frontend, Plan
+from ..plans.plan import Plan
 from ..stats.decisions import LOGGER
 from ..tuning.auto import Auto
 
@@ -47,7 +47,7 @@ def trained(caller: str, model: torch.nn.Module) -> torch.nn.Module:
             something else does.
     """
     inner = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, torch.nn.Module) or kind_of(inner) is Frontend.MODULE:
+    if not isinstance(inner, torch.nn.Module) or not kind_of(inner).traits.is_wrapped:
         raise TypeError(
             f"{caller}: model must be a DistributedDataParallel model or one of fully_shard when training begins, got "
             f"{type(inner).__name__}"

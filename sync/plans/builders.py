@@ -11,12 +11,13 @@ from gckernels.codec import GRAD_DTYPES
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
 
+from ..programs.model_kinds import kind_of_span
 from ..programs.named import default_program, exact_program
-from ..programs.spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
+from ..programs.spans import MEAN, Span
 from ..programs.steps import Program
 from ..programs.topology import Topology
 from .arguments import Exempt
-from .plan import Frontend, Plan, PlanError, UnitPlan
+from .plan import Plan, PlanError, UnitPlan
 from .strides import in_reals, memory_shape
 
 EXACT = Identity()
@@ -87,8 +88,7 @@ def plan_of_compressors(
         fitted = compressors[name].fit(memory_shape(reals)) if encodable and name in compressors else EXACT
         steps = programs[name] if encodable else exact_program(span)
         units.append(UnitPlan(name, reals.numel(), fitted, steps, fitted.traits.needs_feedback))
-    frontend = Frontend.FSDP if span in (SHARD, SHARD_OF_LEVELS) else None
-    return Plan(tuple(units), topology, frontend=frontend).spread_roots(world_size)
+    return Plan(tuple(units), topology, frontend=kind_of_span(span)).spread_roots(world_size)
 
 
 def resumable(saved: Plan, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> Plan:

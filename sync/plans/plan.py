@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Annotated, Any
 
 import torch
@@ -21,8 +20,9 @@ import torch
 from gckernels.codec import CHUNK_ALIGN, Codec, chunk_numel
 from gckernels.compressor import Compressor, from_json
 
+from ..programs.model_kinds import PLANNED, Frontend
 from ..programs.named import ALLTOALL, SHARDS, exact_program
-from ..programs.spans import MEAN, SHARD, SHARD_OF_LEVELS, Span
+from ..programs.spans import MEAN, SHARD, Span
 from ..programs.steps import Broadcast
 from ..programs.topology import Topology, balanced
 from .arguments import GATHERED_BY, differentiable
@@ -40,21 +40,6 @@ READ_VERSIONS = (1, 2)  # the first and the last
 _ENTRIES = ("topology", "channels", "frontend", "start_step", "weights", "prediction", "units")
 _LEFT_OUT = ("weights",)  # entries that are not written if they are ``None``
 _REMEDY = "save it again with Plan.save, or make it again with gckernels plan"
-
-
-class Frontend(Enum):
-    """The kind of model that a plan is for, by what brings its gradients."""
-
-    DDP = "ddp"  # a DDP model, with its own buckets
-    MODULE = "module"  # a bare module, with the launches of the plan
-    HSDP = "hsdp"  # a model of fully_shard over replicas and shards, or of replicate, with its groups of parameters
-    FSDP = "fsdp"  # a model of fully_shard over all ranks, with its groups of parameters
-
-    def span(self, topology: Topology | None = None) -> Span:
-        """The states between which programs for such models go, on ranks with a topology."""
-        if self is not Frontend.FSDP:
-            return MEAN
-        return SHARD if topology is None or 1 in (topology.machines, topology.devices) else SHARD_OF_LEVELS
 
 
 @dataclass(frozen=True)
@@ -96,13 +81,13 @@ class Plan:
             raise PlanError(f"plan: start_step must be an int from 0 up, got {self.start_step!r}")
         if self.weights is not None and not isinstance(self.weights, GATHERED_BY):
             raise PlanError(f"plan: weights must be None, BlockQuant, Cast16 or Identity, got {self.weights!r}")
-        if self.weights is not None and self.frontend is not Frontend.FSDP:
+        if self.weights is not None and not (self.frontend and self.frontend.gathers):
             raise PlanError("plan: weights must be None unless frontend is Frontend.FSDP, which gathers parameters")
         if self.prediction is not None and not isinstance(self.prediction, Prediction):
             raise PlanError(f"plan: prediction must be None or a Prediction, got {self.prediction!r}")
         if wrong := contradictions(self.units, self.channels):
             raise PlanError("plan contradicts itself:\n  " + "\n  ".join(wrong))
-        if self.has_launches and self.frontend not in (None, Frontend.MODULE):
+        if self.has_launches and self.frontend is not None and not self.frontend.plans_launches:
             raise PlanError("plan: frontend must be None or Frontend.MODULE, because its units have launches")
 
     @property
@@ -123,7 +108,7 @@ class Plan:
     @property
     def made_for(self) -> Frontend | None:
         """The only kind of model that the plan can be attached to; ``None`` for both."""
-        return Frontend.MODULE if self.has_launches else self.frontend
+        return PLANNED if self.has_launches else self.frontend
 
     @property
     def span(self) -> Span:
@@ -194,7 +179,7 @@ class Plan:
         if frontend == self.frontend:
             return self
         units = self.units
-        if frontend not in (None, Frontend.MODULE):
+        if frontend is not None and not frontend.plans_launches:
             units = tuple(replace(unit, launch=None) for unit in units)
         changed = replace(self, units=units, frontend=frontend, weights=None, prediction=None)
         if changed.span == self.span:

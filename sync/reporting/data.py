@@ -15,7 +15,6 @@ from gckernels.ops import Identity
 from ..engine.recorded_step import RecordedStep
 from ..frontends.frontend import ModelFrontend
 from ..plans.names import program_name, short_spec
-from ..plans.plan import Frontend
 from ..plans.prediction import Prediction
 from ..plans.strides import in_reals
 from ..plans.units import UnitPlan
@@ -124,14 +123,6 @@ class ReportData:
 # -------------------------------------------------------------------- of an attachment
 
 
-_AVERAGERS = {
-    Frontend.DDP: "DistributedDataParallel",
-    Frontend.MODULE: "a bare module",
-    Frontend.HSDP: "HSDP",
-    Frontend.FSDP: "FSDP",
-}
-
-
 def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, title: str | None = None) -> ReportData:
     """All that is known of a training on this rank. Communicates nothing; on a device it waits for the last sample.
 
@@ -149,7 +140,7 @@ def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, t
     known = "Training" if prediction is None else prediction.trace.name
     return ReportData(
         model=title or known,
-        averager=_AVERAGERS[frontend.kind],
+        averager=frontend.kind.traits.name,
         ranks=ranks,
         rank=dist.get_rank(group),
         device=str(frontend.device),

@@ -129,8 +129,8 @@ def problem_of(
     accuracy = accuracy_of(given)
     if rounds is not None:
         trace = rounds.trace
-    frontend = Frontend(given.frontend or ("fsdp" if trace.gathers else "ddp" if trace.buckets else "module"))
-    if rounds is not None and frontend is not Frontend.MODULE:
+    frontend = Frontend.named(given.frontend or ("fsdp" if trace.gathers else "ddp" if trace.buckets else "module"))
+    if rounds is not None and frontend.traits.is_wrapped:
         raise wrong_use(f"--every is for bare modules, not --frontend {frontend.value}", "leave --frontend out")
     pricer = _pricer_of(machine, frontend)
     if (sharding := pricer.sharding) is not None and sharding.inside is not None:
@@ -166,11 +166,11 @@ def _pricer_of(machine: Machine, frontend: Frontend) -> Pricer:
     Raises:
         CommandError: the machine has no replicas.
     """
-    if frontend == Frontend.HSDP:
+    if frontend.replicates:
         if machine.topology.machines == 1:
             raise wrong_use("--frontend hsdp needs replicas on several machines", "give a machine with several")
         return Pricer(Replicas(machine), Sharding(machine.topology.devices))
-    return Pricer(machine, Sharding() if frontend == Frontend.FSDP else None)
+    return Pricer(machine, Sharding() if frontend.gathers else None)
 
 
 def _weights_of(spec: str | None, frontend: Frontend) -> Codec | None:
@@ -181,7 +181,7 @@ def _weights_of(spec: str | None, frontend: Frontend) -> Codec | None:
     """
     if spec is None:
         return None
-    if frontend != Frontend.FSDP:
+    if not frontend.gathers:
         raise wrong_use(f"--weights is for models of --frontend fsdp, not {frontend.value}", "leave it out")
     try:
         return as_weights("--weights", spec)

@@ -9,7 +9,7 @@ from gckernels.codec import Codec
 from gckernels.sync.frontends.budget import rank_nbytes
 from gckernels.sync.plans.arguments import sends_differences
 from gckernels.sync.plans.numbers import volume
-from gckernels.sync.plans.plan import Frontend, Plan
+from gckernels.sync.plans.plan import Plan
 
 from ...drafts.problem import Problem
 from ...machines.machine import Shared
@@ -38,9 +38,9 @@ class PlanMemory:
         """The memory for a plan of a problem."""
         apart = problem.machine.computes_on is Shared.DEVICE
         nbytes = problem.step.nbytes
-        if problem.frontend is Frontend.FSDP:
+        if problem.frontend.gathers:
             nbytes = -(-nbytes // problem.topology.world_size)
-        in_buckets = problem.frontend is Frontend.DDP and problem.trace.copies_gradients
+        in_buckets = problem.frontend.traits.copies_buckets and problem.trace.copies_gradients
         dtypes = {tensor.name: tensor.dtype for tensor in problem.trace.tensors}
         plan_nbytes = rank_nbytes(plan, dtypes, problem.topology, apart) if problem.topology.world_size > 1 else 0
         if isinstance(plan.weights, Codec) and sends_differences(plan.weights):

@@ -9,7 +9,6 @@ from typing import Any
 from gckernels.sync.accuracy.accuracy import error_on
 from gckernels.sync.plans.names import short_spec, summary_of
 from gckernels.sync.plans.numbers import duration, plural, rate, three_digits, volume, whole_percent
-from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs.steps import Place
 
 from ...choice import Choice, Row
@@ -22,13 +21,6 @@ from ..studies.closed_forms import ClosedFormRow
 from ..studies.prediction import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR, Elsewhere, SweepResult
 from ..studies.sweeps import software_limit
 from ..studies.updates import StepCost, UpdatesInstead
-
-_FRONTENDS = {
-    Frontend.DDP: "a DDP model's buckets",
-    Frontend.MODULE: "a bare module",
-    Frontend.HSDP: "FSDP's groups of shards over replicas",
-    Frontend.FSDP: "FSDP's groups of shards",
-}
 
 
 def text(
@@ -63,7 +55,7 @@ def _head(problem: Problem) -> str:
     """A sentence about the inputs."""
     trace, step, topology = problem.trace, problem.step, problem.topology
     rest = duration(step.forward_s + step.optimizer_s) if step.is_whole_step else "not known"
-    averaged = _FRONTENDS[problem.frontend] if problem.rounds is None else "average_updates"
+    averaged = problem.frontend.traits.launched_in if problem.rounds is None else "average_updates"
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
     weights = "" if problem.weights is None else f" Parameters are gathered by {short_spec(problem.weights)}."
     return (

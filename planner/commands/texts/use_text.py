@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from gckernels.sync.plans.plan import Frontend
-
 from ...drafts.problem import Problem
-
-_MODELS = {
-    Frontend.DDP: "the DistributedDataParallel model of the trace",
-    Frontend.FSDP: "a model of fully_shard over all ranks",
-    Frontend.HSDP: "a model of fully_shard with replicas between machines",
-}
 
 
 def use_of(path: str, problem: Problem) -> str:
@@ -25,8 +17,8 @@ def use_of(path: str, problem: Problem) -> str:
         rounds = f"every={problem.rounds.every}, delay={problem.rounds.delay}"
         return f"sync.average_updates(model, optimizer, {plan}, {rounds}) uses the plan; model is a bare module"
     uses = f"sync.attach(model, {plan}) uses the plan"
-    if problem.frontend is not Frontend.MODULE:
-        return f"{uses}; model is {_MODELS[problem.frontend]}"
+    if problem.frontend.traits.is_wrapped:
+        return f"{uses}; model is {problem.frontend.traits.attached}"
     remedy = "gckernels trace SCRIPT -o FILE records a trace of one, for another plan"
     if problem.trace.buckets:
         remedy = "--frontend ddp makes one for it"

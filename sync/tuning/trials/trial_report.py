@@ -22,12 +22,6 @@ from .trials import PLAIN
 
 _BARE = 0.05
 """The part of a step below which waiting for communication is not worth a word."""
-_HOW = {
-    Frontend.DDP: "by DDP, without a hook",
-    Frontend.MODULE: "in the buckets of plain steps",
-    Frontend.HSDP: "by FSDP itself",
-    Frontend.FSDP: "by FSDP itself",
-}
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ def outcome(
     tried = {arm: _tried(race, arm, trace, world_size) for arm in sorted(race.sent_nbytes) if arm != PLAIN}
     winner = tried.pop(trials.incumbent, None)
     if winner is None:
-        sentences = stays_plain(recorded, list(tried.values()), stages[0], _HOW[frontend])
+        sentences = stays_plain(recorded, list(tried.values()), stages[0], frontend.traits.plain_by)
     else:
         sentences = compresses(recorded, winner, list(tried.values()), *stages[:2])
     for note in stages[0].notes:
