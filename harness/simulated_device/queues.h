@@ -53,7 +53,7 @@ class Queues {
     auto& queue = *queues_[stream];
     if (queue.put++ == 0) std::thread([this, stream] { serve(stream); }).detach();
     queue.tasks.push_back(std::move(task));
-    changed_.notify_all();
+    queue.added.notify_one();
   }
 
   // The number of tasks that were put onto a stream so far.
@@ -72,7 +72,8 @@ class Queues {
     if (!late_) return;
     WithoutGil without;
     Lock lock(mutex_);
-    changed_.wait(lock, [&] { return queues_[stream]->done >= count || !error_.empty(); });
+    auto& queue = *queues_[stream];
+    queue.ended.wait(lock, [&] { return queue.done >= count || !error_.empty(); });
     if (!error_.empty()) throw std::runtime_error("simulated device: " + error_);
   }
 
@@ -83,12 +84,13 @@ class Queues {
   struct Queue {
     std::deque<Task> tasks;
     uint64_t put = 0, done = 0;
+    std::condition_variable added, ended;
   };
 
   void serve(int stream) {
     auto& queue = *queues_[stream];
     for (Lock lock(mutex_);;) {
-      changed_.wait(lock, [&] { return !queue.tasks.empty(); });
+      queue.added.wait(lock, [&] { return !queue.tasks.empty(); });
       Task task = std::move(queue.tasks.front());
       queue.tasks.pop_front();
       int delay_us = random_() % 2 ? random_() % delay_us_ : 0;
@@ -102,14 +104,15 @@ class Queues {
       }
       task = nullptr;  // what it holds may need Python's lock to go
       lock.lock();
-      if (error_.empty()) error_ = error;
       queue.done++;
-      changed_.notify_all();
+      queue.ended.notify_all();
+      if (error.empty() || !error_.empty()) continue;
+      error_ = error;
+      for (auto& each : queues_) each->ended.notify_all();
     }
   }
 
   std::mutex mutex_;
-  std::condition_variable changed_;
   std::vector<std::unique_ptr<Queue>> queues_;
   std::string error_;
   std::minstd_rand random_;
