@@ -18,7 +18,7 @@ from .race import Race
 from .rules import Phase
 from .sentences import PLAIN as PLAIN_AVERAGING
 from .sentences import Sentences, capitalised
-from .trials import PLAIN
+from .trials import LEAST_GAIN, PLAIN
 
 _BARE = 0.05
 """The part of a step below which waiting for communication is not worth a word."""
@@ -212,6 +212,9 @@ def stays_plain(recorded: PlainSteps, tried: Sequence[Tried], rule: Phase, how: 
         among, plain_s = f"the best of {plural(len(tried), 'plan')} tried", recorded.plain_s
         why = f"{among} is {best.named}: {best.times(plain_s)}"
         page = f"{among} took {duration(best.measured_s)} ({change(best.measured_s, plain_s)})"
+        if best.measured_s < plain_s:
+            too_little = f"a plan must save more than {100 * LEAST_GAIN:.0f} %, and more than noise"
+            why, page = f"{why}; {too_little}", f"{page}. {capitalised(too_little)}"
         page += f". {capitalised(waits)}" if waits else ""
     why += f"; {waits}" if waits else ""
     text = f"{recorded}; nothing is compressed: {why}; {PLAIN_AVERAGING} goes on, {how}"

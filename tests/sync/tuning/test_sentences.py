@@ -57,6 +57,9 @@ def test_plain_averaging_that_goes_on():
         "by allgather, 3 exact (auto): predicted 59.0 ms, measured 61.2 ms (+2.0 %); only 2.00 ms of a step wait for "
         "communication; plain averaging goes on, without a hook"
     )
+    saves = stays_plain(fast, [replace(FOUR_BITS, predicted_s=None, measured_s=0.0588)], SAFE)
+    assert "measured 58.8 ms (-2.0 %); a plan must save more than 2 %, and more than noise; only 2.00 ms" in saves.log
+    assert "(-2.0 %). A plan must save more than 2 %, and more than noise. Only 2.00 ms" in saves.page
     assert stays_plain(RECORDED, [], EXACT).log == (
         "7 buckets, 29.4 MB; plain 266 ms; nothing is compressed: the rule exact allows no compressor here; "
         "plain averaging goes on, without a hook"
