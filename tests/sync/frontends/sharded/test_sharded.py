@@ -381,6 +381,30 @@ def test_layers_need_no_common_root():
             assert torch.equal(other, one)
 
 
+def roots_in_turn(form: str) -> int:
+    """Train two roots, one after the other. FSDP is told to wait for nothing at the end of their backwards."""
+    torch.manual_seed(0)
+    shape, names = ((2, 1), ("replicate", "shard")) if form == "hsdp" else ((2,), ("shard",))
+    mesh = init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=names)
+    roots: Any = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
+    for root in roots:
+        for each in (*root, root):
+            fully_shard(each, mesh=mesh)
+    attachment = sync.attach(roots, "EFSignSGD")
+    for step in range(3):
+        for root in roots:
+            root.set_is_last_backward(step == 2)
+            root(torch.randn(4, 16)).square().mean().backward()
+    steps = attachment.steps
+    attachment.close()
+    return steps
+
+
+@pytest.mark.parametrize("form", ["hsdp", "fsdp"])
+def test_a_root_may_begin_a_step_behind_that_of_another_one(form):
+    assert values_of(run_ranks(2, roots_in_turn, form)) == [6, 6]
+
+
 def two_models() -> list[str]:
     """Digests of two models in one process, trained in turns, each with an attachment or none."""
     digests, setting = [], SETTINGS["plain"]
