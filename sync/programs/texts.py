@@ -5,36 +5,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .steps import (
-    KINDS,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Decode,
-    Encode,
-    Gather,
-    Hop,
-    Level,
-    Place,
-    Program,
-    ProgramError,
-    Reduce,
-    ReduceScatter,
-    Step,
-)
+from .steps import KINDS, Decode, Encode, Level, Place, Program, ProgramError, Step
 
-_SHORT: dict[str, type[Any]] = {
-    "E": Encode,
-    "D": Decode,
-    "AR": AllReduce,
-    "RS": ReduceScatter,
-    "R": Reduce,
-    "AG": AllGather,
-    "A2A": AllToAll,
-    "G": Gather,
-    "B": Broadcast,
-    "H": Hop,
+_SHORT = {
+    "E": "Encode",
+    "D": "Decode",
+    "AR": "AllReduce",
+    "RS": "ReduceScatter",
+    "R": "Reduce",
+    "AG": "AllGather",
+    "A2A": "AllToAll",
+    "G": "Gather",
+    "B": "Broadcast",
+    "H": "Hop",
 }
 _WORD = re.compile(r"(\w+)(?:\((\w+)\))?")
 
@@ -55,9 +38,9 @@ def parse(text: str) -> Program:
 
 def _step_of(text: str, word: str) -> Step:
     found = _WORD.fullmatch(word)
-    kind = None if found is None else KINDS.get(found[1], _SHORT.get(found[1]))
+    kind = None if found is None else KINDS.get(_SHORT.get(found[1], found[1]))
     if found is None or kind is None:
-        steps = ", ".join(f"{short} or {kind.__name__}" for short, kind in _SHORT.items())
+        steps = ", ".join(f"{short} or {name}" for short, name in _SHORT.items())
         raise ProgramError(f"program {text!r}: {word!r} is no step; known: {steps}")
     options: type[Any] = Place if issubclass(kind, Encode | Decode) else Level
     if found[2] is None:

@@ -94,9 +94,9 @@ class Progress:
             tuned = Tuned(trace, stages[stage].accuracy, *times_s)
             pace = None
             if "gap" in record:
-                from .watching import pace as watching
+                from .watching.pace import Pace
 
-                pace = watching.Pace(int(record["gap"]), int(record["since"]))
+                pace = Pace(int(record["gap"]), int(record["since"]))
             return Progress(stage, str(record["policy"]), tuned, found, pace=pace)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"state: tuning is not valid: {error!r}") from error
