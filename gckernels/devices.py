@@ -76,6 +76,12 @@ def event_behind(stream: torch.Stream, is_timed: bool = False) -> torch.Event:
     return event
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread's work on an accelerator is captured for a graph, and may wait for nothing outside it."""
+    asked = getattr(_module(device), "is_current_stream_capturing", None)
+    return asked is not None and bool(asked())
+
+
 def synchronize(device: torch.device) -> None:
     """Let the host wait until all work on a device is done. On a CPU it is."""
     if is_accelerator(device):

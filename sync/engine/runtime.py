@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 from torch.futures import Future
 
-from gckernels.devices import current_stream, future_on, is_accelerator
+from gckernels.devices import future_on
 
 from ..communication.communicators import Communicators
 from ..messages.build import build_message
@@ -118,7 +118,6 @@ class Runtime(RuntimeState):
             from . import step_copies
 
             self._copies = step_copies.StepCopies(grad_scaler, self._feedback, plan, parameters or {}, device)
-        self._began_on: torch.Stream | None = None  # the stream of the last step that compressed
         self._beginning: list[Token] = []  # in the step, seeds are its own and residuals follow the scaler
         self._sent_nbytes = 0.0
         self._sent_steps = 0
@@ -228,20 +227,10 @@ class Runtime(RuntimeState):
         self.watch.begin_step(compresses)
         self._beginning = self._renew(self._engine, milestone is not None)
         if compresses:
-            self._follow_last_begin()
             self._seeds.begin(self.step)
             self._beginning += self._let_decay(self._engine)
             self._beginning.append(self._engine.lanes.here())  # other buckets may come from other streams
         self.tracer.begin()
-
-    def _follow_last_begin(self) -> None:
-        """Let the current stream follow the one on which the last step has begun, which has awaited that step. Roots of
-        FSDP2 have streams of their own, and may be told to wait for nothing between two backwards."""
-        if is_accelerator(self.device):
-            here, last = current_stream(self.device), self._began_on
-            if last is not None and last != here:
-                here.wait_stream(last)
-            self._began_on = here
 
     def add_unsent(self, rows: torch.Tensor, units: Sequence[PlacedUnit], copies: int = 1) -> None:
         """In a step that sends what residuals hold, add that to the rows of shards of this rank, ``[ranks, numel]``.

@@ -7,6 +7,7 @@ import hashlib
 import torch
 
 from gckernels.codec import SEED_MASK
+from gckernels.devices import current_stream, is_accelerator, is_capturing
 
 from ..programs.steps import Place
 from ..resources.memory_spaces import Places
@@ -43,6 +44,7 @@ class Seeds:
     def __init__(self, seed: int, places: Places) -> None:
         self.step = 0
         self._seed, self._places = seed, places
+        self._begun_on: torch.Stream | None = None
         self._added = {
             place: torch.zeros(1, dtype=torch.int64, device=places.memory(place))
             for place in {places.actual(place) for place in Place}
@@ -61,12 +63,24 @@ class Seeds:
 
         The step that follows the last one is reached by an addition, any other one by storing its number.
         """
+        if is_accelerator(device := self.added().device):
+            self._follow(current_stream(device), is_capturing(device))
         for added in self._added.values():
             if step == self.step + 1:
                 added.add_(_STRIDE)
             else:
                 added.fill_(step_seed(0, step))
         self.step = step
+
+    def _follow(self, here: torch.Stream, captures: bool) -> None:
+        """Let a stream follow the one on which the last step has begun, which has awaited that step.
+
+        Roots of FSDP2 have streams of their own, and may be told to wait for nothing between two backwards. The capture
+        of a graph begins behind all work of the device.
+        """
+        last, self._begun_on = self._begun_on, here
+        if last is not None and last != here and not captures:
+            here.wait_stream(last)
 
     def replayed(self) -> int:
         """The number of steps that CUDA graphs have taken, more than the host knows of; waits for the current stream.

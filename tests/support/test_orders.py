@@ -26,9 +26,6 @@ FOUND_BY = {
         "messages/test_captured_steps.py::test_a_step_is_the_work_of_its_stages"
     ),
     "engine/failures.py wait_for: wait": RESULT,
-    "engine/runtime.py Runtime._follow_last_begin: wait_stream": (
-        "frontends/sharded/test_sharded.py::test_a_root_may_begin_a_step_behind_that_of_another_one[sim-hsdp]"
-    ),
     "engine/runtime.py Runtime._let_decay: here": (
         "frontends/test_decay.py::test_a_unit_forgets_the_rest_of_its_residual_in_each_step[sim-ddp]"
     ),
@@ -77,6 +74,9 @@ FOUND_BY = {
     ),
     "messages/exchanges.py send_around.wait: wait": (
         "messages/test_exchanges.py::test_exchanges_give_the_bytes_of_collectives[4]"
+    ),
+    "messages/seeds.py Seeds._follow: wait_stream": (
+        "frontends/sharded/test_sharded.py::test_a_root_may_begin_a_step_behind_that_of_another_one[sim-hsdp]"
     ),
     "messages/exchanges.py wait_for: wait": (
         "messages/test_neighbours.py::test_units_do_not_notice_their_neighbours[sim-BlockQuant--0]"
