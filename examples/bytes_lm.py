@@ -174,7 +174,7 @@ def main() -> None:
     optimizer = make_adamw(network.parameters())
     if args.compressor == common.UPDATES:  # no wrapper, which would send gradients
         model: nn.Module = network
-        handle: sync.Attachment | None = sync.average_updates(network, optimizer, SIGNS, every=common.ROUND_STEPS)
+        handle: sync.Attachment | None = sync.attach(network, sync.Updates(optimizer, SIGNS, every=common.ROUND_STEPS))
     else:
         model, handle = wrapped(network, args.compressor)
 

@@ -23,7 +23,7 @@ ARMS = {
     "none": "plain DDP",
     common.FP16_HOOK: "PyTorch's fp16 hook",
     "auto": "sync.attach(model)",
-    common.UPDATES: "sync.average_updates",
+    common.UPDATES: "sync.Updates",
 }
 HEADER = ("", "step", "speed-up", "bytes/step", "bits per byte", "all steps")
 BAR = 50
@@ -113,7 +113,7 @@ def main() -> int:
     print_bars(records)
     print(f"\nsync.attach(model): {chosen['decision'] or 'no plan was chosen in so few steps'}")
     print(f"{chosen['trial_steps']} of its {args.steps} steps were trials, which count in all steps.")
-    print("sync.average_updates: every rank steps its own optimizer; every second step sends a bit per element.")
+    print("sync.Updates: every rank steps its own optimizer; every second step sends a bit per element.")
     if args.json is not None:
         args.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from . import programs as programs
 from .attaching.attach import attach
 from .attaching.attachment import Attachment
+from .attaching.updates import Updates
 from .engine.recorded_step import RecordedStep
 from .frontends.request import uniform_plan
 from .plans.builders import exempt_vectors
@@ -21,7 +22,6 @@ from .traces.traced_tensors import TraceError
 from .tuning.auto import Auto
 
 if TYPE_CHECKING:
-    from .attaching.average_updates import average_updates
     from .engine.timeline_file import record_timeline
     from .frontends.adam_direction import AdamDirection
     from .frontends.updates.schedule import quadratic_rounds
@@ -43,8 +43,8 @@ __all__ = [
     "Topology",
     "TraceError",
     "UnitPlan",
+    "Updates",
     "attach",
-    "average_updates",
     "exempt_vectors",
     "programs",
     "quadratic_rounds",
@@ -57,7 +57,6 @@ __all__ = [
 _LATER = {
     "AdamDirection": ".frontends.adam_direction",
     "ModelTracing": ".tracing.model_tracing",
-    "average_updates": ".attaching.average_updates",
     "quadratic_rounds": ".frontends.updates.schedule",
     "record_timeline": ".engine.timeline_file",
     "trace_model": ".tracing.model_tracing",

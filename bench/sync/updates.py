@@ -6,7 +6,7 @@
 
 Every model, network and rate is a cell with links of its own (``sync/lab``). Copies of one model learn the same random
 answers with AdamW and take turns within one process: plain DDP; plain DDP again, which shows the noise floor; a
-compressor attached to DDP; and ``sync.average_updates`` where the arm says how many steps a round has, and how many
+compressor attached to DDP; and ``sync.Updates`` where the arm says how many steps a round has, and how many
 steps pass until its mean is there (``delay``). A turn is a round, of one step without updates.
 
 Rows of ``bench/results/cpu/updates_steps.csv`` have the median time of a step, which is that of the round by its
@@ -92,7 +92,9 @@ class Training:
             self._optimizer = torch.optim.AdamW(parameters, lr=1e-4)
         self.attachment: sync.Attachment | None = None
         if every:
-            self.attachment = sync.average_updates(self.model, self._optimizer, spec, every=every, delay=self.delay)
+            self.attachment = sync.attach(
+                self.model, sync.Updates(self._optimizer, spec, every=every, delay=self.delay)
+            )
         elif arm not in (PLAIN, AGAIN):
             plan = sync.uniform_plan(self.model, spec)
             decaying = (unit.decaying(float(parts.setting or 1)) for unit in plan.units)

@@ -6,7 +6,7 @@
 
 Every model, network, rate and seed is a cell with links of its own (``sync/lab``, needs root), and every arm trains the
 model of ``recipes.py`` once in it: plain DDP, PyTorch's hooks, compressors everywhere with their recipes, and
-``sync.attach(model)`` with the safe and the aggressive rule. Arms with ``every`` have ``sync.average_updates`` with
+``sync.attach(model)`` with the safe and the aggressive rule. Arms with ``every`` have ``sync.Updates`` with
 rounds of as many steps. All begin with the same weights and see the same data. Twenty times in a training the network
 is evaluated, which no time contains; inside a round it is the mean of those of the ranks. With ``--stop`` a training
 ends when it is as good as that, with the steps of its learning rate unchanged.
@@ -175,7 +175,7 @@ def trained(model_name: str, arm: str, seed: int, stop: float | None = None) -> 
         start_s, start_nbytes = time.perf_counter(), sent_nbytes()
         if ddp is None:
             rounds = parts.rounds(NETWORKS[model_name].rates(model.steps))
-            handle = sync.average_updates(network, optimizer, spec, every=rounds, seed=seed)
+            handle = sync.attach(network, sync.Updates(optimizer, spec, every=rounds), seed=seed)
         else:
             handle = attached(ddp, arm, model, recipe, seed, group)
         attach_s, attached_nbytes = time.perf_counter() - start_s, sent_nbytes()

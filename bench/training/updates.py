@@ -98,16 +98,14 @@ def train_once(arm: str, seed: int, args: argparse.Namespace) -> Row:
             return optimizer
         optimizer = optimizer_of(args.optimizer, parameters, module, (0.9, args.beta2))
         if every:
-            attachments.append(
-                sync.average_updates(
-                    model,
-                    optimizer,
-                    spec,
-                    every=parts.rounds(network.rates(args.steps)),
-                    decay=float(decay),
-                    scale_steps=False if parts.is_short else None,
-                )
+            updates = sync.Updates(
+                optimizer,
+                spec,
+                every=parts.rounds(network.rates(args.steps)),
+                decay=float(decay),
+                scale_steps=False if parts.is_short else None,
             )
+            attachments.append(sync.attach(model, updates))
         return optimizer
 
     torch.manual_seed(1000 + seed)  # all arms draw the same data

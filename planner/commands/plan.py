@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Choose for every gradient whether and how to compress it, and say what that gains. The step of every policy "
         "is predicted on the same timeline. With --sweep also say where compression pays: over the values of sweeps, "
         "up to which bandwidth, and which ratio of compression would be enough; the closed forms of Agarwal et al. "
-        "(MLSys 2022) stand beside the timeline. With --every the plan is for average_updates, and times of policies "
+        "(MLSys 2022) stand beside the timeline. With --every the plan is for sync.Updates, and times of policies "
         "are those of rounds. Exit code 1 says that compression does not pay; the plan of auto then averages exactly."
     )
     parser.epilog = "example: gckernels plan bert espresso-nvlink -o plan.json --sweep bandwidth=1gbit:100gbit"
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every",
         type=int,
         metavar="H",
-        help="plan for average_updates(every=H), which averages the updates of H steps of a bare module",
+        help="plan for sync.Updates(every=H), which averages the updates of H steps of a bare module",
     )
     parser.add_argument(
         "--delay", type=int, metavar="D", help="with --every: D steps are computed while updates are on their way"
@@ -139,15 +139,15 @@ def _start_step_of(given: argparse.Namespace) -> int:
 
 
 def _rounds_of(given: argparse.Namespace, trace: ModelTrace) -> UpdateRounds | None:
-    """The rounds of ``average_updates``; ``None`` if gradients are averaged."""
+    """The rounds of ``sync.Updates``; ``None`` if gradients are averaged."""
     if given.every is None:
         if given.delay is not None:
-            raise wrong_use("--delay is for rounds of average_updates", "add --every")
+            raise wrong_use("--delay is for rounds of sync.Updates", "add --every")
         return None
     try:
         return UpdateRounds(trace, given.every, given.delay or 0)
     except ValueError as error:
-        raise wrong_use(f"--{error}", "both are those of average_updates") from None
+        raise wrong_use(f"--{error}", "both are those of sync.Updates") from None
 
 
 def _chosen(problem: Problem, policy: str, caveats: Caveats) -> Choice:

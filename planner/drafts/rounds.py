@@ -12,13 +12,13 @@ from gckernels.sync.traces.model_trace import ModelTrace
 
 
 def is_mean(method: Compressor) -> bool:
-    """Whether the result of a compressor is the mean of what it is given, as ``average_updates`` needs it."""
+    """Whether the result of a compressor is the mean of what it is given, as ``sync.Updates`` needs it."""
     return method.traits.averages and not method.traits.applies_momentum
 
 
 @dataclass(frozen=True)
 class UpdateRounds:
-    """Rounds of ``average_updates``.
+    """Rounds of ``sync.Updates``.
 
     Attributes:
         step: the trace of a training step.

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """The synchronisation of one model, which :func:`~gckernels.sync.attach` or
-    :func:`~gckernels.sync.average_updates` has begun.
+    """The synchronisation of one model, which :func:`~gckernels.sync.attach` has begun.
 
     The model keeps it, and it ends when the model is gone.
     """
@@ -133,7 +132,7 @@ class Attachment:
     @outside_inference_mode
     def regroup(self, ranks: Sequence[int] | None) -> None:
         """Average updates over other ranks from the next round on. All of them call it, between two rounds. It is for
-        attachments of :func:`~gckernels.sync.average_updates`.
+        attachments with :class:`~gckernels.sync.Updates`.
 
         A rank that leaves the others calls it with ``None``, and goes on alone, while they go on without it. When it
         comes back, it takes the parameters that the others share, and its next update has what it did alone.
@@ -145,7 +144,7 @@ class Attachment:
 
         If a rank is lost in a round, the step that ends the round raises on the others. They call this with the ranks
         that are left, and the next round sends that update again. Residuals of earlier rounds are dropped then. A rank
-        that is new begins with ``average_updates`` over a group of itself alone, and calls this before its first step.
+        that is new begins with an attachment over a group of itself alone, and calls this before its first step.
 
         Programs of the plan become those for the new number of ranks. If a plan was being found, the one that runs
         stays.

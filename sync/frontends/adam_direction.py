@@ -29,7 +29,7 @@ class AdamDirection:
     The direction is ``m / (sqrt(v) + eps)``, with the moments ``m`` and ``v`` of this rank's own gradients and their
     corrections at the start (Kingma and Ba, arXiv:1412.6980). ``torch.optim.SGD`` with AdamW's learning rate and
     weight decay makes the step of it. Error feedback then is behind Adam's division, as with
-    :func:`average_updates` of one step, and communication overlaps with backward, as with gradients::
+    :class:`~gckernels.sync.Updates` of one step, and communication overlaps with backward, as with gradients::
 
         model = DistributedDataParallel(network)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, weight_decay=0.01)  # AdamW's
@@ -99,7 +99,7 @@ class AdamDirection:
         if name in self._made:
             raise RuntimeError(
                 f"gckernels: {name} has a second gradient since the last step, and {_CALLER} is for one backward in "
-                "each; average_updates takes gradients that accumulate"
+                "each; sync.Updates takes gradients that accumulate"
             )
         self._made.add(name)
         reals = in_reals(grad)
@@ -135,7 +135,7 @@ class AdamDirection:
         if in_a_scaler():
             raise RuntimeError(
                 f"gckernels: a GradScaler would divide Adam's directions by its scale; {_CALLER} is for trainings "
-                "without one, average_updates takes a grad_scaler"
+                "without one, with sync.Updates a grad_scaler can be given"
             )
         _check_optimizer(optimizer)
         grads = {id(each): each.grad for group in optimizer.param_groups for each in group["params"]}

@@ -253,7 +253,7 @@ class ModelFrontend(ABC):
         Raises:
             RuntimeError: the front end cannot, or the state of some ranks does not allow it. Every rank raises.
         """
-        raise RuntimeError("regroup: ranks come and go where updates are averaged (average_updates), not gradients")
+        raise RuntimeError("regroup: ranks come and go where updates are averaged (sync.Updates), not gradients")
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -154,16 +154,18 @@ class Request:
         group: all ranks that average their gradients.
         everyone: all ranks of the model, which agree with each other.
         device: the device of the gradients.
-        plan: as given; :data:`UNCOMPRESSED` if a plan is to be found.
+        plan: what is given as ``how``; :data:`UNCOMPRESSED` if a plan is to be found.
         options: the arguments for bare modules.
         is_tuned: whether plans are found while the model is trained. Then ``weights`` is one of the things to try, and
             otherwise it is that of each plan without its own.
         decay: the feedback of all units that have any; ``None`` for that of each plan.
         left_out: the plain names of parameters that are not averaged. Units of a plan for them are dropped.
-        caller: the name of the function that was called, for errors.
+        argument: the argument that has the plan, for errors.
+        others: what that may be beside a compressor, for errors.
     """
 
-    caller: ClassVar[str] = "attach"
+    argument: ClassVar[str] = f"{_CALLER}: how"
+    others: ClassVar[str] = "a Plan, an Auto, Updates"
 
     frontend: Frontend
     group: dist.ProcessGroup
@@ -172,7 +174,7 @@ class Request:
     plan: Plan | Compressor | str
     strict: bool = True
     memory_budget_mb: float | None = None
-    grad_scaler: GradScaler | None = None
+    grad_scaler: GradScaler | Sequence[GradScaler] | None = None
     can_discard: bool = False
     residual_bits: int
     weights: Compressor | str | None = None
@@ -186,7 +188,13 @@ class Request:
     @property
     def enabled_scaler(self) -> GradScaler | None:
         """The gradient scaler; ``None`` if there is none or it is not enabled."""
-        return None if self.grad_scaler is None or not self.grad_scaler.is_enabled() else self.grad_scaler
+        scaler = self.grad_scaler
+        return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+
+    @property
+    def compresses_from(self) -> int:
+        """The first step that a runtime may compress. Where plans are found, that is told when one follows."""
+        return 0 if self.is_tuned else self.start_step
 
     @property
     def gathered_by(self) -> Codec | None:
@@ -212,7 +220,7 @@ class Request:
             parameters: its parameters, by name.
             synchronises: as for :class:`~gckernels.sync.engine.runtime.Runtime`.
         """
-        settings = (self.group, self.device, self.seed, self.start_step, self.enabled_scaler, parameters)
+        settings = (self.group, self.device, self.seed, self.compresses_from, self.enabled_scaler, parameters)
         return Runtime(plan, *settings, synchronises, self.can_discard, self.residual_bits)
 
     def checked(self, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Plan, str]:
@@ -224,7 +232,6 @@ class Request:
         Raises:
             TypeError, ValueError, PlanError: an argument is not valid.
         """
-        self._check_settings()
         world_size = dist.get_world_size(self.group)
         plan, summary = self._plan(parameters, world_size)
         if (decay := self.decay) is not None:
@@ -244,7 +251,7 @@ class Request:
             limits = budget_nbytes, copies, self.residual_bits
             from . import budget
 
-            plan = budget.within_budget(self.caller, plan, parameters, world_size, *limits)
+            plan = budget.within_budget(_CALLER, plan, parameters, world_size, *limits)
         if self.enabled_scaler is not None:
             summary += ", with a gradient scaler"
         if self.can_discard:
@@ -276,18 +283,18 @@ class Request:
             fitted, changes = given.fitted(parameters.items())
             if changes:
                 listed = "\n  ".join(changes)
-                warnings.warn(f"{self.caller}: the plan does not fit the model:\n  {listed}", stacklevel=2)
+                warnings.warn(f"{_CALLER}: the plan does not fit the model:\n  {listed}", stacklevel=2)
             return fitted, f"plan {given.fingerprint()[:16]}"
         span = self.frontend.span()
         program = exact_program(span) if self.plan is UNCOMPRESSED else None
-        compressor = as_method(f"{self.caller}: plan", self.plan, otherwise="a Plan, an Auto")
+        compressor = as_method(self.argument, self.plan, otherwise=self.others)
         made = plan_of_parameters(
             parameters, compressor, world_size, program, span=span, otherwise=self.for_vectors(compressor)
         )
         if compressor != Identity() and all(unit.compressor == Identity() for unit in made.units):
             why = why_uncompressed(parameters) or "it takes none of the parameters that have two dimensions or more"
             goes_on = "gradients are averaged exactly"
-            warnings.warn(f"{self.caller}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
+            warnings.warn(f"{_CALLER}: {compressor} compresses nothing: {why}; {goes_on}", stacklevel=2)
         programs = sorted({describe(unit.program) for unit in made.units})
         return made, f"{compressor} through {' and '.join(programs)}"
 
@@ -302,25 +309,26 @@ class Request:
         else:
             why = f"its programs end with {plan.span.end}" if made_for is None else "it says so (frontend)"
         raise PlanError(
-            f"{self.caller}: the plan is for {served}: {why}; make a plan with gckernels plan "
+            f"{_CALLER}: the plan is for {served}: {why}; make a plan with gckernels plan "
             f"--frontend {self.frontend.value}, or pass plan.for_frontend(sync.{self.frontend})"
         )
 
-    def _check_settings(self) -> None:
+    def check_settings(self) -> None:
+        """Raise a TypeError or a ValueError if a setting is not valid that has nothing to do with the model."""
         budget, scaler = self.memory_budget_mb, self.grad_scaler
         if type(self.strict) is not bool:
-            raise TypeError(f"{self.caller}: strict must be True or False, got {self.strict!r}")
+            raise TypeError(f"{_CALLER}: strict must be True or False, got {self.strict!r}")
         if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
-            raise ValueError(f"{self.caller}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
+            raise ValueError(f"{_CALLER}: memory_budget_mb must be None or a number from 0 up, got {budget!r}")
         if scaler is not None and not isinstance(scaler, GradScaler):
             got = type(scaler).__name__
-            raise TypeError(f"{self.caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+            raise TypeError(f"{_CALLER}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
         if type(self.can_discard) is not bool:
-            raise TypeError(f"{self.caller}: can_discard must be True or False, got {self.can_discard!r}")
+            raise TypeError(f"{_CALLER}: can_discard must be True or False, got {self.can_discard!r}")
         if type(self.residual_bits) is not int or self.residual_bits not in (8, 32):
-            raise ValueError(f"{self.caller}: residual_bits must be 32 or 8, got {self.residual_bits!r}")
+            raise ValueError(f"{_CALLER}: residual_bits must be 32 or 8, got {self.residual_bits!r}")
         _ = self.gathered_by  # checks it
         if type(self.seed) is not int:
-            raise TypeError(f"{self.caller}: seed must be an int, got {type(self.seed).__name__}")
+            raise TypeError(f"{_CALLER}: seed must be an int, got {type(self.seed).__name__}")
         if type(self.start_step) is not int or self.start_step < 0:
-            raise ValueError(f"{self.caller}: start_step must be an int from 0 up, got {self.start_step!r}")
+            raise ValueError(f"{_CALLER}: start_step must be an int from 0 up, got {self.start_step!r}")

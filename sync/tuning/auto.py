@@ -27,7 +27,7 @@ class Auto:
             ``"aggressive"`` also those that may lose a little, after a tenth of the training; a number from 0 to 1 the
             largest relative error of a gradient, which is aggressive above 0.2; or a list of compressors. In front of
             optimizers that are not of SGD's class, or that cannot be seen, aggressive rules allow errors up to 0.4, and
-            count errors as time; coarser compressors are for :func:`~gckernels.sync.average_updates` there. A plan of a
+            count errors as time; coarser compressors are for :class:`~gckernels.sync.Updates` there. A plan of a
             loaded state that it does not allow is left by an exact step.
         steps: the number of steps of the whole training; needed for aggressive accuracy.
         replan: whether the plan is compared with others when steps take another time, and now and then. This loses at

@@ -23,7 +23,7 @@ from ..plans.plan import Plan
 from .decay import decaying
 from .trials.rules import Phase
 
-_ADVICE = "coarser compressors are for the updates behind it (average_updates)"
+_ADVICE = "coarser compressors are for the updates behind it (sync.Updates)"
 
 
 class Kind(enum.IntEnum):

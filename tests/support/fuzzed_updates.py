@@ -122,15 +122,17 @@ class Side:
         self.model._ddp_params_and_buffers_to_ignore = names if self.is_listed else []
         settings = {"every": self.every, "fragments": self.fragments, "delay": self.delay, "mixing": self.mixing}
         optimizers = self.optimizers if self.split else self.optimizers[0]
-        return sync.average_updates(
+        return sync.attach(
             self.model,
-            optimizers,
-            plan or self.spec,
-            outer=self.outer,
-            scale_steps=False if self.spec == "Identity" else None,
+            sync.Updates(
+                optimizers,
+                plan or self.spec,
+                outer=self.outer,
+                scale_steps=False if self.spec == "Identity" else None,
+                **settings,
+            ),
             grad_scaler=self.fuzz.scaler,
             exclude=[] if self.is_listed else names,
-            **settings,
         )
 
     def check(self, name: str) -> None:

@@ -55,7 +55,7 @@ def _head(problem: Problem) -> str:
     """A sentence about the inputs."""
     trace, step, topology = problem.trace, problem.step, problem.topology
     rest = duration(step.forward_s + step.optimizer_s) if step.is_whole_step else "not known"
-    averaged = problem.frontend.traits.launched_in if problem.rounds is None else "average_updates"
+    averaged = problem.frontend.traits.launched_in if problem.rounds is None else "sync.Updates"
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
     weights = "" if problem.weights is None else f" Parameters are gathered by {short_spec(problem.weights)}."
     return (

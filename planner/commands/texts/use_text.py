@@ -15,7 +15,7 @@ def use_of(path: str, problem: Problem) -> str:
     plan = f"sync.Plan.load({path!r})"
     if problem.rounds is not None:
         rounds = f"every={problem.rounds.every}, delay={problem.rounds.delay}"
-        return f"sync.average_updates(model, optimizer, {plan}, {rounds}) uses the plan; model is a bare module"
+        return f"sync.attach(model, sync.Updates(optimizer, {plan}, {rounds})) uses the plan; model is a bare module"
     uses = f"sync.attach(model, {plan}) uses the plan"
     if problem.frontend.traits.is_wrapped:
         return f"{uses}; model is {problem.frontend.traits.attached}"

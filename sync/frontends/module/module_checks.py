@@ -18,8 +18,8 @@ from ..request import Request
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
     """The plan of a request for a bare module, and the texts that must be the same on all ranks."""
-    refuse_unknown(request.caller, model, request.options.exclude)
-    parameters = parameters_of(request.caller, model, request.left_out)
+    refuse_unknown("attach", model, request.options.exclude)
+    parameters = parameters_of("attach", model, request.left_out)
     refuse_sparse_parameters("attach", model, parameters)
     refuse_steps_in_backward("attach", parameters)
     planned = planned_of(request.plan, parameters)

@@ -108,7 +108,7 @@ class Lineage:
                 raise RuntimeError(
                     f"regroup: rank {each} of the group has other parameters than rank {newest} had after as many "
                     "rounds: it has averaged updates without it, or continues another job; let it begin anew, with "
-                    "average_updates over itself alone"
+                    "sync.attach over itself alone"
                 )
         return True, [""]
 

@@ -70,7 +70,7 @@ class OptimizerSteps:
         if scaler is not None and all(each.scaler is not scaler for each in self._counting):
             raise RuntimeError(
                 "gckernels: a GradScaler makes the steps of the optimizer, and may skip one on one rank; give it to "
-                "average_updates as grad_scaler, so that a skipped step counts"
+                "sync.attach as grad_scaler, so that a skipped step counts"
             )
         self._refuse_twice(number)
         self._before(number)
@@ -106,8 +106,8 @@ class OptimizerSteps:
             missing = next(each for each in range(len(self._names)) if each not in self.begun)
             raise RuntimeError(
                 f"gckernels: optimizer {number} ({self._names[number]}) makes a second step, and optimizer {missing} "
-                f"({self._names[missing]}) has made none meanwhile; all optimizers that average_updates was given make "
-                "one in each step of the training, in any order, because ranks meet behind the last one"
+                f"({self._names[missing]}) has made none meanwhile; all optimizers that Updates was given make one "
+                "in each step of the training, in any order, because ranks meet behind the last one"
             )
 
     def _refuse_others(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -118,7 +118,7 @@ class OptimizerSteps:
         stepped = (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
         if names := self._members.names_of(stepped):
             raise RuntimeError(
-                f"gckernels: {type(optimizer).__name__} steps {listed(names)}, and average_updates was not given it; "
+                f"gckernels: {type(optimizer).__name__} steps {listed(names)}, and Updates was not given it; "
                 "give it a list of all optimizers that step the model, or name what it steps in exclude"
             )
 

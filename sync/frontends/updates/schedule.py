@@ -22,7 +22,7 @@ _LONGEST_RISING = 8
 def quadratic_rounds(
     rates: Sequence[float], every: int = 2, alpha: float | None = None, both: bool = False
 ) -> dict[int, int]:
-    """Rounds that are longer where the learning rate is lower, for the argument ``every`` of :func:`average_updates`.
+    """Rounds that are longer where the learning rate is lower, for ``every`` of :class:`~gckernels.sync.Updates`.
 
     A round has ``max(every, floor((alpha / rate) ** 2))`` steps, where ``rate`` is the learning rate of its first step
     (quadratic synchronisation rule, Gu et al., arXiv:2310.14423, section 2). Before the highest rate rounds have
@@ -87,17 +87,17 @@ class Round:
     fragments: int = 1
     delay: int = 0
 
-    def check(self, caller: str) -> None:
+    def check(self) -> None:
         """Raise a ValueError, in the name of a function, unless the attributes are numbers that are allowed."""
         every, fragments, delay = self.every, self.fragments, self.delay
         if type(every) is not int or every < 1:
-            raise ValueError(f"{caller}: every must be an int from 1 up, or have such ints by steps, got {every!r}")
+            raise ValueError(f"Updates: every must be an int from 1 up, or have such ints by steps, got {every!r}")
         if type(fragments) is not int or not 1 <= fragments <= every:
-            raise ValueError(f"{caller}: fragments must be an int from 1 to every, {every}, got {fragments!r}")
+            raise ValueError(f"Updates: fragments must be an int from 1 to every, {every}, got {fragments!r}")
         longest = every // fragments
         if type(delay) is not int or not 0 <= delay <= longest:
             raise ValueError(
-                f"{caller}: delay must be an int from 0 to every // fragments, {longest}, so that one fragment arrives "
+                f"Updates: delay must be an int from 0 to every // fragments, {longest}, so that one fragment arrives "
                 f"before the next one is sent, got {delay!r}"
             )
 
@@ -123,21 +123,21 @@ class Schedule:
     fragments: int = 1
     delay: int = 0
 
-    def check(self, caller: str) -> None:
+    def check(self) -> None:
         """Raise a ValueError, in the name of a function, unless all rounds are allowed."""
         if isinstance(self.every, Mapping):
             begins = list(self.every)
             if not (begins[:1] == [0] and all(type(each) is int for each in begins) and begins == sorted(begins)):
                 raise ValueError(
-                    f"{caller}: every must have rounds by the number of steps made before, in order from 0 on, such as "
+                    f"Updates: every must have rounds by the number of steps made before, in order from 0 on, such as "
                     f"{{0: 2, 1000: 8}}, got {dict(self.every)!r}"
                 )
             for begin, end in itertools.pairwise(begins):
                 length = self.every[begin]
                 if type(length) is int and length > 0 and (rest := (end - begin) % length):
-                    Round(rest, self.fragments, self.delay).check(caller)
+                    Round(rest, self.fragments, self.delay).check()
         for length in self._lengths:
-            Round(length, self.fragments, self.delay).check(caller)
+            Round(length, self.fragments, self.delay).check()
 
     @property
     def _lengths(self) -> Sequence[int]:

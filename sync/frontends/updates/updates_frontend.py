@@ -224,8 +224,8 @@ class UpdatesFrontend(UpdatesState):
             )
             if not begins:
                 raise RuntimeError(
-                    "gckernels: the model has loaded a state_dict since average_updates, whose next mean would undo "
-                    "it; load it before average_updates. To resume a training, load_state_dict of the attachment "
+                    "gckernels: the model has loaded a state_dict since sync.attach, and the next mean would undo it; "
+                    "load it before sync.attach. To resume a training, load_state_dict of the attachment "
                     "brings the parameters as well"
                 )
             self._has_loaded = False

@@ -1,4 +1,4 @@
-"""The arguments of ``average_updates``, and their checks."""
+"""The settings of ``sync.Updates``, and their checks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 """A function that makes an optimizer of parameters."""
 PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
 """The outer optimizer that adds the mean of the updates to the anchors."""
+_CALLER = "attach"
 SCALED_ROUND = 4
 """The number of steps of a round up to which factors of steps make up for what exact updates lose
 (``bench/training/updates.py``)."""
@@ -39,17 +40,24 @@ SCALED_ROUND = 4
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesRequest(Request):
-    """The arguments of ``average_updates``, which documents them, beside those that ``attach`` has as well."""
+    """The settings of ``sync.Updates``, which documents them, beside the arguments of ``attach``."""
 
-    caller: ClassVar[str] = "average_updates"
+    argument: ClassVar[str] = "Updates: plan"
+    others: ClassVar[str] = "a Plan, an Auto"
 
     given_optimizers: Sequence[Any]
     schedule: Schedule
     mixing: float | None
     outer: Outer
-    anchor_device: torch.device | None
+    anchor_device: torch.device | str | None
     scalers: Sequence[GradScaler]
     scale_steps: bool | None
+
+    @property
+    def compresses_from(self) -> int:
+        """The first synchronisation that may be compressed. Rounds of one step come before it, also where a compressor
+        is found."""
+        return self.start_step
 
     @functools.cached_property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -58,10 +66,10 @@ class UpdatesRequest(Request):
         Raises:
             TypeError: one is none, or calls no hooks.
         """
-        return [hooked(self.caller, each) for each in self.given_optimizers]
+        return [hooked("Updates", each) for each in self.given_optimizers]
 
     def check(self, parameters: dict[str, torch.nn.Parameter]) -> str:
-        """A summary of the arguments, which must be the same on all ranks.
+        """A summary of the settings, which must be the same on all ranks.
 
         Args:
             parameters: the parameters of the model, by name.
@@ -71,46 +79,76 @@ class UpdatesRequest(Request):
         """
         schedule, mixing, decay = self.schedule, self.mixing, self.decay
         self._check_optimizers(parameters)
-        schedule.check(self.caller)
+        schedule.check()
         if not (mixing is None or (isinstance(mixing, int | float) and 0 <= mixing <= 1)):
-            raise ValueError(f"{self.caller}: mixing must be None or a number from 0 to 1, got {mixing!r}")
+            raise ValueError(f"Updates: mixing must be None or a number from 0 to 1, got {mixing!r}")
         if mixing is not None and not schedule.delay:
-            raise ValueError(f"{self.caller}: mixing is for parameters that change in a delay, and delay is 0")
+            raise ValueError("Updates: mixing is for parameters that change in a delay, and delay is 0")
         if not (self.scale_steps is None or type(self.scale_steps) is bool):
-            raise TypeError(f"{self.caller}: scale_steps must be None, True or False, got {self.scale_steps!r}")
+            raise TypeError(f"Updates: scale_steps must be None, True or False, got {self.scale_steps!r}")
         if not (decay is None or (isinstance(decay, int | float) and 0 <= decay <= 1)):
-            raise ValueError(f"{self.caller}: decay must be None or a number from 0 to 1, got {decay!r}")
-        for scaler in self.scalers:
-            if not isinstance(scaler, GradScaler):
-                got = type(scaler).__name__
-                raise TypeError(f"{self.caller}: grad_scaler must be a torch.amp.GradScaler or None, got {got}")
+            raise ValueError(f"Updates: decay must be None or a number from 0 to 1, got {decay!r}")
+        _ = self.anchors_on  # checks it
         probe = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float32, device=self.device))
         made: Any = self.outer([probe]) if callable(self.outer) else self.outer
         if not isinstance(made, torch.optim.Optimizer) or made is self.outer:
             raise TypeError(
-                f"{self.caller}: outer must be None or a function that makes a torch.optim.Optimizer of parameters, "
+                "Updates: outer must be None or a function that makes a torch.optim.Optimizer of parameters, "
                 f"such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), got "
                 f"{type(self.outer if made is self.outer else made).__name__}"
             )
         settings = f"{schedule}, mixing {mixing}, decay {decay}, scale_steps {self.scale_steps}"
         return f"{settings}, outer {' '.join(repr(made).split())}"
 
+    def check_settings(self) -> None:
+        super().check_settings()
+        of_gradients = {
+            "memory_budget_mb": (self.memory_budget_mb, None),
+            "can_discard": (self.can_discard, False),
+            "weights": (self.weights, None),
+            "bucket_cap_mb": (self.options.bucket_cap_mb, None),
+            "find_unused_parameters": (self.options.find_unused_parameters, False),
+        }
+        for name, (value, default) in of_gradients.items():
+            if value is not default:
+                raise ValueError(f"{_CALLER}: {name} must be {default} with Updates, got {value!r}")
+        for scaler in self.scalers:
+            if not isinstance(scaler, GradScaler):
+                got = type(scaler).__name__
+                raise TypeError(
+                    f"{_CALLER}: grad_scaler must be a torch.amp.GradScaler, a list of these or None, got {got}"
+                )
+
+    @property
+    def anchors_on(self) -> torch.device | None:
+        """The device of the anchors; ``None`` for that of the model.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        try:
+            return None if self.anchor_device is None else torch.device(self.anchor_device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"Updates: anchor_device must be None or a device such as 'cpu', got {self.anchor_device!r}"
+            ) from error
+
     def _check_optimizers(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Raise unless every optimizer has parameters of the model, and warn of parameters that none has."""
         ids, stepped = {id(each) for each in parameters.values()}, set[int]()
         if not self.optimizers or len({id(each) for each in self.optimizers}) < len(self.optimizers):
-            raise ValueError(f"{self.caller}: optimizer must be one or a list of different ones, got {self.optimizers}")
+            raise ValueError(f"Updates: optimizer must be one or a list of different ones, got {self.optimizers}")
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             if name == "ZeroRedundancyOptimizer":
-                raise TypeError(f"{self.caller}: optimizer must step all parameters on every rank, got {name}")
+                raise TypeError(f"Updates: optimizer must step all parameters on every rank, got {name}")
             own = {id(each) for group in optimizer.param_groups for each in group["params"]}
             if own.isdisjoint(ids):
-                raise ValueError(f"{self.caller}: optimizer must have parameters of the model, and {name} has none")
+                raise ValueError(f"Updates: optimizer must have parameters of the model, and {name} has none")
             stepped |= own
         if left := [name for name, each in parameters.items() if each.requires_grad and id(each) not in stepped]:
             warnings.warn(
-                f"{self.caller}: no optimizer was given that has {listed(left)}; give a list of all optimizers, freeze "
+                f"Updates: no optimizer was given that has {listed(left)}; give a list of all optimizers, freeze "
                 "what none steps, or name it in exclude. What else changes it must do so before the last optimizer of "
                 "a step",
                 stacklevel=2,
@@ -143,22 +181,21 @@ class UpdatesRequest(Request):
             "average inside a site alone"
         )
         if len(ranks := dist.get_process_group_ranks(self.group)) > 1:
-            refuse_wrapped(self.caller, parameters, advice, ranks)
+            refuse_wrapped(_CALLER, parameters, advice, ranks)
 
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
     """The plan of a request for a model, and the texts that must be the same on all ranks."""
     assert isinstance(request, UpdatesRequest)
-    caller = request.caller
-    refuse_sharded(caller, model)
-    refuse_unknown(caller, model, request.options.exclude)
+    refuse_sharded(_CALLER, model)
+    refuse_unknown(_CALLER, model, request.options.exclude)
     parameters = own_parameters(model, request.left_out)
     if not parameters:
-        raise ValueError(f"{caller}: model has no parameters that can have a gradient")
-    refuse_without_shape(caller, parameters)
-    refuse_without_values(caller, parameters)
-    refuse_several_devices(caller, parameters)
-    refuse_claimed(caller, parameters)
+        raise ValueError(f"{_CALLER}: model has no parameters that can have a gradient")
+    refuse_without_shape(_CALLER, parameters)
+    refuse_without_values(_CALLER, parameters)
+    refuse_several_devices(_CALLER, parameters)
+    refuse_claimed(_CALLER, parameters)
     request.refuse_averaged(parameters)
     plan, lines = fitting(request, parameters)
     return plan, [*lines, *RoundBuffers(model, request.left_out, request.device).lines]
@@ -168,13 +205,13 @@ def fitting(request: Request, parameters: dict[str, torch.nn.Parameter]) -> tupl
     """The plan of a request for some parameters, and the texts that must be the same on all ranks."""
     assert isinstance(request, UpdatesRequest)
     settings = request.check(parameters)
-    shards = shard_lines(request.caller, parameters, request.group)
+    shards = shard_lines(_CALLER, parameters, request.group)
     values = {name: torch.nn.Parameter(values_of(each), each.requires_grad) for name, each in parameters.items()}
     plan, summary = request.checked(planned_of(request.plan, values))
     for unit in plan.units:
         if not unit.compressor.traits.averages or unit.compressor.traits.applies_momentum:
             raise ValueError(
-                f"{request.caller}: plan must have compressors whose result is the mean of what they are given, got "
+                f"Updates: plan must have compressors whose result is the mean of what they are given, got "
                 f"{unit.compressor} for {unit.key}"
             )
     return plan, [f"{summary}, {settings}", *shards, *plan.lines(), *frozen_lines(parameters)]

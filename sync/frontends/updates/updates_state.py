@@ -42,9 +42,9 @@ class UpdatesState(ModelFrontend):
         values = {name: values_of(each) for name, each in own_parameters(model, left_out).items()}
         buffers = [each.detach() for name, each in model.named_buffers() if plain_name(name) not in left_out]
         states = [*values.values(), *buffers]
-        with named(self.group, "average_updates: the broadcast of parameters", [*values]):
+        with named(self.group, "attach: the broadcast of parameters", [*values]):
             dist._broadcast_coalesced(self.group, states, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
-        self._anchors = Anchors(values, request.outer, request.anchor_device)
+        self._anchors = Anchors(values, request.outer, request.anchors_on)
         self._steps = OptimizerSteps(
             request.optimizers, request.scalers, self._members, self._before_step, self._after_step
         )
@@ -102,7 +102,7 @@ class UpdatesState(ModelFrontend):
         for rank, saved in found.items():
             counts = [saved.get(name) for name in ("begun", "taken")] if isinstance(saved, dict) else [None]
             if not all(type(count) is int and count >= 0 for count in counts):
-                raise ValueError(f"state: of rank {rank}: {UPDATES} must be a dict of average_updates")
+                raise ValueError(f"state: of rank {rank}: {UPDATES} must be a dict, as Updates have it")
             self._anchors.check(saved)
             self._round_buffers.check(saved.get("buffers"))
             check_optimizers("optimizers", saved.get("optimizers"), optimizers)

@@ -152,7 +152,7 @@ def test_the_use_of_a_plan_is_said(tmp_path, capsys, buckets):
         assert f"sync.attach(model, sync.Plan.load({plan!r})) uses the plan; model is " in text
         assert ("no DistributedDataParallel model can take this plan: gckernels trace" in text) == (not buckets)
     notes = run_text(capsys, *quick, "--every", "4")[2]
-    assert f"sync.average_updates(model, optimizer, sync.Plan.load({plan!r}), every=4, delay=0) uses" in notes
+    assert f"sync.attach(model, sync.Updates(optimizer, sync.Plan.load({plan!r}), every=4, delay=0)) uses" in notes
     notes = run_text(capsys, *quick, "--frontend", "module")[2]
     assert ("--frontend ddp makes one for it" in notes) == buckets
 

@@ -1,4 +1,4 @@
-"""``gckernels plan --every`` answers for ``average_updates``: steps, bits, and a plan that it takes."""
+"""``gckernels plan --every`` answers for ``sync.Updates``: steps, bits, and a plan that it takes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_step_beside_plain_ddp_and_exact_updates(trace, capsys):
     assert steps["plain DDP"]["sent_bits"] == 32 and steps["exact updates"]["sent_bits"] == 8
     assert 1 / 4 < steps["the plan"]["sent_bits"] < 1.2 / 4
     shown = run_text(capsys, "plan", trace, SLOW, "--every", "4", *QUICK)[1]
-    assert "small, rounds of 4 steps on lab" in shown and "For average_updates." in shown
+    assert "small, rounds of 4 steps on lab" in shown and "For sync.Updates." in shown
     assert "training step" in shown and "bits sent per element" in shown
     assert "a round of 4 steps takes " in shown
 
@@ -127,7 +127,7 @@ def test_sweeps_are_of_rounds(trace, capsys):
     [
         (["--every", "0"], "--every: must be an integer from 1 up, got 0"),
         (["--every", "2", "--delay", "3"], "--delay: must be an integer from 0 to every, 2, got 3"),
-        (["--delay", "1"], "--delay is for rounds of average_updates; add --every"),
+        (["--delay", "1"], "--delay is for rounds of sync.Updates; add --every"),
         (["--every", "2", "--frontend", "ddp"], "--every is for bare modules, not --frontend ddp"),
         (["--every", "2", "--weights", "BlockQuant"], "--weights is for models of --frontend fsdp"),
         (["--every", "2", "--steps", "100"], "--steps"),
@@ -152,7 +152,7 @@ def averaged(path: str) -> tuple[str, float, bool]:
     """The policy of the plan, the bytes that a round has sent, and whether all ranks have the same parameters."""
     model, generator = net(), torch.Generator().manual_seed(torch.distributed.get_rank())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    attachment = sync.average_updates(model, optimizer, Plan.load(path), every=2)
+    attachment = sync.attach(model, sync.Updates(optimizer, Plan.load(path), every=2))
     for _ in range(4):
         model(torch.randn(4, 512, generator=generator)).square().mean().backward()
         optimizer.step()
@@ -165,7 +165,7 @@ def averaged(path: str) -> tuple[str, float, bool]:
     return policy, sent_nbytes, torch.equal(mine, other)
 
 
-def test_average_updates_takes_the_plan_and_sends_what_was_predicted(trace, tmp_path, capsys):
+def test_updates_take_the_plan_and_sends_what_was_predicted(trace, tmp_path, capsys):
     path = tmp_path / "plan.json"
     arguments = ("plan", trace, SLOW, "--every", "2", "--policy", "cupcake", "--compressors", SIGNS, "-o", str(path))
     code, found = run_json(capsys, *arguments)

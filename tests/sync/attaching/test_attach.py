@@ -198,13 +198,13 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "nothing in place of a compressor on one rank": (
         lambda model, rank: attach(model, None if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
-        "TypeError: attach: plan must be a Plan, an Auto, a compressor such as gckernels.EFSignSGD(), or its spec",
-        "RuntimeError: attach: failed on rank 1: attach: plan must be a Plan, an Auto, a compressor",
+        "TypeError: attach: how must be a Plan, an Auto, Updates, a compressor such as gckernels.EFSignSGD(),",
+        "RuntimeError: attach: failed on rank 1: attach: how must be a Plan, an Auto, Updates, a compressor",
     ),
     "a number on one rank": (
         lambda model, rank: attach(model, 8 if rank == 1 else BlockQuant()),  # type: ignore[arg-type]
-        "TypeError: attach: plan must be a Plan, an Auto, a compressor such as gckernels.EFSignSGD(), or its spec",
-        "RuntimeError: attach: failed on rank 1: attach: plan must be a Plan, an Auto, a compressor",
+        "TypeError: attach: how must be a Plan, an Auto, Updates, a compressor such as gckernels.EFSignSGD(),",
+        "RuntimeError: attach: failed on rank 1: attach: how must be a Plan, an Auto, Updates, a compressor",
     ),
     "a class": (
         lambda model, rank: attach(model, BlockQuant),  # type: ignore[arg-type]
@@ -213,8 +213,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "a spec of no compressor": (
         lambda model, rank: attach(model, "BlockQuant(bits=3)"),
-        "ValueError: attach: plan cannot be 'BlockQuant(bits=3)': BlockQuant: bits must be one of 8, 4",
-        "ValueError: attach: plan cannot be 'BlockQuant(bits=3)': BlockQuant: bits must be one of 8, 4",
+        "ValueError: attach: how cannot be 'BlockQuant(bits=3)': BlockQuant: bits must be one of 8, 4",
+        "ValueError: attach: how cannot be 'BlockQuant(bits=3)': BlockQuant: bits must be one of 8, 4",
     ),
     "a compiled model on one rank": (
         lambda model, rank: attach(torch.compile(model) if rank == 1 else model, BlockQuant()),
@@ -243,8 +243,8 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     ),
     "a text that is too long to exchange": (
         lambda model, rank: attach(model, ("€" * 10_000) if rank == 1 else BlockQuant()),
-        "ValueError: attach: plan cannot be '€€€",
-        "RuntimeError: attach: failed on rank 1: attach: plan cannot be '€€€",
+        "ValueError: attach: how cannot be '€€€",
+        "RuntimeError: attach: failed on rank 1: attach: how cannot be '€€€",
     ),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def own() -> None:
                 attachment = sync.attach(model, "BlockQuant(bits=4)", **settings)
             else:
                 plan = sync.uniform_plan(model, "BlockQuant(bits=4)")
-                attachment = sync.average_updates(model, optimizer, plan, every=2, **settings)
+                attachment = sync.attach(model, sync.Updates(optimizer, plan, every=2), **settings)
             assert digest_of([*model.experts.parameters(), model.table]) == before
             assert {"gate.weight", "gate.bias"} == attachment.parameters().keys() - {"empty"}
             generator = torch.Generator().manual_seed(dist.get_rank())
@@ -84,12 +83,12 @@ def tied() -> None:
 def refused() -> None:
     model = Experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for function in (functools.partial(sync.attach, model), functools.partial(sync.average_updates, model, optimizer)):
+    for how in ("Identity", sync.Updates(optimizer, "Identity")):
         for wrong, error in ((["experts.1.weight"], ValueError), ("table", TypeError), ([3], TypeError)):
             with pytest.raises(error, match=r"exclude must (have|be a list of) names of parameters and buffers, got"):
-                function("Identity", exclude=wrong)
+                sync.attach(model, how, exclude=wrong)
         with pytest.raises(RuntimeError, match=r"the ranks do not have the same settings|does not fit|failed on rank"):
-            function("Identity", exclude=OWN if dist.get_rank() else [])
+            sync.attach(model, how, exclude=OWN if dist.get_rank() else [])
     wrapped = DistributedDataParallel(model)
     with pytest.raises(ValueError, match=r"exclude must be \(\) for a model that is not bare"):
         sync.attach(wrapped, "Identity", exclude=OWN)

@@ -44,7 +44,7 @@ class Training:
         if "directions" in kind:
             self.others = [sync.AdamDirection(self.model, self.optimizer)]
         if "updates" in kind:
-            self.handle = sync.average_updates(wrapped, self.optimizer, "EFSignSGD", **settings)
+            self.handle = sync.attach(wrapped, sync.Updates(self.optimizer, "EFSignSGD", **settings), seed=3)
         else:
             self.handle = sync.attach(wrapped, "EFSignSGD", **settings)
 
@@ -123,7 +123,7 @@ def replaced() -> None:
         for plan in ("Identity", "EFSignSGD"):
             digests = []
             for waits in (True, False):
-                training = Training("updates", {**settings, "seed": 3})
+                training = Training("updates", settings)
                 for step in range(0, 16, 4):
                     training.train(step, 4)
                     if waits and training.handle._frontend._arriving is not None:

@@ -46,7 +46,7 @@ def error_of(front: str, fault: str) -> str | None:
                 fully_shard(layer)
         attachment = sync.attach(fully_shard(module), "EFSignSGD")
     elif front == "updates":
-        attachment = sync.average_updates(module, optimizer, "EFSignSGD", every=1)
+        attachment = sync.attach(module, sync.Updates(optimizer, "EFSignSGD", every=1))
     else:
         model, attachment = attached(front, module, "EFSignSGD")
     for step in range(AT + 3):
@@ -152,7 +152,7 @@ def test_the_error_of_a_rank_is_told_to_the_others(front):
 # -------------------------------------------------------------------- collectives of updates that belong to no message
 
 _BESIDE = {
-    "average_updates: the broadcast of parameters": (updates_state, "Members"),
+    "attach: the broadcast of parameters": (updates_state, "Members"),
     "the mean of the sums for factors of steps": (StepScales, "measure"),
     "the mean of buffers": (RoundBuffers, "send"),
     "the comparison of frozen parameters": (updates_frontend, "on_any_rank"),
@@ -171,7 +171,9 @@ def error_beside_messages(what: str) -> str:
     outer, made = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9), list[sync.Attachment]()
 
     def train() -> None:
-        attachment = sync.average_updates(module, optimizer, every=2, plan="EFSignSGD", outer=outer, scale_steps=True)
+        attachment = sync.attach(
+            module, sync.Updates(optimizer, every=2, plan="EFSignSGD", outer=outer, scale_steps=True)
+        )
         made.append(attachment)
         for step in range(4):
             if step == 3:

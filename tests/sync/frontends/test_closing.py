@@ -33,7 +33,7 @@ def _threads_of(front: str) -> list[int]:
             split(module, (module,), "fsdp")
             model, taken = module, sync.attach(module, BlockQuant())
         case "updates":
-            model, taken = module, sync.average_updates(module, optimizer, BlockQuant(), every=2)
+            model, taken = module, sync.attach(module, sync.Updates(optimizer, BlockQuant(), every=2))
         case _:
             model, taken = attached(front, module, BlockQuant())
 

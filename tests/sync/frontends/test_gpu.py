@@ -103,8 +103,9 @@ def digests_of_training(front: str, device: torch.device) -> list[str]:
             fully_shard(model, mesh=DeviceMesh.from_group(group, device.type))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         if front == "updates":
-            settings = {"every": 2, "scale_steps": False, "process_group": group}
-            executed = sync.average_updates(model, optimizer, compressor, **settings)
+            executed = sync.attach(
+                model, sync.Updates(optimizer, compressor, every=2, scale_steps=False), process_group=group
+            )
         else:
             settings = {"process_group": group} if front == "module" else {}
             world_size = dist.get_world_size(group)

@@ -92,7 +92,7 @@ def test_optimizers_are_seen_at_their_first_step():
         rule = seen.rule(stage)
         assert seen.kind() is Kind.NORMALISING and rule.slows and rule.accuracy == restrained(stage.accuracy)
         (note,) = rule.notes
-        assert f"in front of {kind.__name__}" in note and "for the updates behind it (average_updates)" in note
+        assert f"in front of {kind.__name__}" in note and "for the updates behind it (sync.Updates)" in note
         assert (rule.name, rule.allowed != stage.allowed) == ("aggressive", True)
         assert BlockQuant(bits=4) in rule.methods and not {EFSignSGD(), ChunkTopK(), PowerSGD()} & {*rule.methods}
         for unchanged in (*stages_of("safe"), *stages_of(["EFSignSGD"])):
@@ -194,4 +194,4 @@ def test_signs_are_for_sgd_and_spare_first_and_last_matrices():
         for optimizer, text in (("Muon", "in front of Muon"), ("None", "no optimizer of torch")):
             names, texts = found[optimizer]
             assert names == ["BlockQuant"] * 4, optimizer
-            assert text in texts[-1] and "average_updates" in texts[-1], texts[-1]
+            assert text in texts[-1] and "sync.Updates" in texts[-1], texts[-1]

@@ -111,7 +111,7 @@ def oracles() -> None:
                 parameter.detach().add_(1.0)
         optimizer = adamw(mine)
         settings = {"every": every, "outer": outer, "scale_steps": False}  # the loop has no factors
-        attachment = sync.average_updates(mine, optimizer, "Identity", **settings)
+        attachment = sync.attach(mine, sync.Updates(optimizer, "Identity", **settings))
         assert digest(mine) == first
         averager = PlainLoop(others, ends, outer or plain_mean)
         found = loop(mine, optimizer, 12)
@@ -139,7 +139,7 @@ def every_compressor() -> dict[str, list[str] | None]:
         model = build("Mlp")
         optimizer = adamw(model)
         try:
-            attachment = sync.average_updates(model, optimizer, spec, every=2)
+            attachment = sync.attach(model, sync.Updates(optimizer, spec, every=2))
         except ValueError as error:
             assert "mean" in str(error)
             found[spec] = None
@@ -189,7 +189,7 @@ def conserved(in_turns: bool) -> None:
             model = nn.Linear(50, 40, bias=False)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
             plan = sync.uniform_plan(model, compressor, program=program)
-            attachment = sync.average_updates(model, optimizer, plan, every=2, decay=decay)
+            attachment = sync.attach(model, sync.Updates(optimizer, plan, every=2, decay=decay))
             start = model.weight.detach().double().clone()
             given, decayed = torch.zeros_like(start), torch.zeros_like(start)
             generator = torch.Generator().manual_seed(rank)
@@ -244,7 +244,7 @@ def sixteen_bits() -> None:
     with torch.no_grad():
         model.weight.fill_(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    attachment = sync.average_updates(model, optimizer, "Identity")
+    attachment = sync.attach(model, sync.Updates(optimizer, "Identity"))
     for step in range(16):
         with torch.no_grad():
             if dist.get_rank() == 0:  # half of it is the mean: a quarter of a step of bfloat16 at 1
@@ -260,7 +260,7 @@ def sixteen_bits() -> None:
 def frozen_and_thawed() -> None:
     model = build("Mlp")
     optimizer = adamw(model)
-    attachment = sync.average_updates(model, optimizer, EFSignSGD(), outer=NESTEROV)
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), outer=NESTEROV))
     assert {unit.feedback for unit in attachment.plan.units} == {0.8}
     trained(model, optimizer, 3)
     sent = attachment.stats()["sent_nbytes"]
@@ -282,7 +282,7 @@ def frozen_and_thawed() -> None:
 def exact_start() -> None:
     model = build("Mlp")
     optimizer = adamw(model)
-    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=3, start_step=4)
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=3), start_step=4)
     assert {unit.feedback for unit in attachment.plan.units} == {1.0}
     for step in range(10):
         trained(model, optimizer, 1, step)
@@ -299,7 +299,7 @@ def with_a_scaler() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0),
     )
-    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2, grad_scaler=scaler)
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2), grad_scaler=scaler)
     for step in range(8):
         optimizer.zero_grad()
         scaler.scale(model(model.batch(step, dist.get_rank()))).backward()
@@ -315,13 +315,13 @@ def with_a_scaler() -> None:
     assert "step" not in vars(scaler)
     other = build("Mlp")
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    attachment = sync.average_updates(other, optimizer, EFSignSGD())
+    attachment = sync.attach(other, sync.Updates(optimizer, EFSignSGD()))
     scaler.scale(other(other.batch(0, 0))).backward()
     try:
         scaler.step(optimizer)
         raise AssertionError("no error")
     except RuntimeError as error:
-        assert "give it to average_updates" in str(error)
+        assert "give it to sync.attach" in str(error)
     attachment.close()
 
 
@@ -329,7 +329,7 @@ def another_plan() -> None:
     """A change of the plan sends what residuals hold."""
     model = nn.Linear(50, 40, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    attachment = sync.average_updates(model, optimizer, "EFSignSGD", decay=1.0)
+    attachment = sync.attach(model, sync.Updates(optimizer, "EFSignSGD", decay=1.0))
     start, given = model.weight.detach().double().clone(), torch.zeros(40, 50, dtype=torch.float64)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for step in range(6):
@@ -359,7 +359,7 @@ def buffers() -> None:
     model.register_buffer("constant", torch.full((3,), 0.1))
     model.register_buffer("cache", torch.zeros(3), persistent=False)
     optimizer = adamw(model)
-    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2))
     assert not norm.running_mean.any()
     for step in range(4):
         model.cache.fill_(dist.get_rank())
@@ -383,7 +383,7 @@ def exact_rounds() -> None:
     """A round that ends in ``exact`` leaves residuals alone. Nothing outlives the model, and copies have no hooks."""
     model = build("Mlp")
     optimizer = adamw(model)
-    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2))
     trained(model, optimizer, 4)
     before = attachment.state_dict()["feedback"]["worker"]
     with attachment.exact():
@@ -408,7 +408,7 @@ def alone() -> None:
     model = build("Mlp")
     other = copy.deepcopy(model)
     optimizer, plain = adamw(model), adamw(other)
-    attachment: Attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+    attachment: Attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2))
     trained(model, optimizer, 6)
     trained(other, plain, 6)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
@@ -430,7 +430,7 @@ def levels() -> None:
     model = build("Mlp")
     optimizer = adamw(model)
     plan = sync.uniform_plan(model, EFSignSGD(), program="hierarchical", topology=topology(dist.get_world_size()))
-    attachment = sync.average_updates(model, optimizer, plan.parted(512), every=2)
+    attachment = sync.attach(model, sync.Updates(optimizer, plan.parted(512), every=2))
     trained(model, optimizer, 4)
     assert on_all(digest(model))
     attachment.close()

@@ -39,7 +39,7 @@ def tuned(plan: Any, step_s: dict[str, float], rounds: int, **settings: Any) -> 
     clock = PlanClock(lambda: attachments[0] if attachments else None, step_s)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with mock.patch.object(spans, "clock_of", lambda device: clock):
-        attachment = sync.average_updates(model, optimizer, plan, every=2, **settings)
+        attachment = sync.attach(model, sync.Updates(optimizer, plan, every=2, **settings))
         attachments.append(attachment)
         for step in range(2 * rounds):
             model(model.batch(step, dist.get_rank())).backward()
@@ -62,7 +62,7 @@ def all_tuned() -> list[Any]:
     }
     plain = dict.fromkeys(fast, 1.0)
     with pytest.raises(ValueError, match="Auto: accuracy must be 'exact', 'safe', 'aggressive'"):
-        sync.average_updates(build("Mlp"), torch.optim.SGD(build("Mlp").parameters()), sync.Auto(accuracy="bold"))
+        sync.attach(build("Mlp"), sync.Updates(torch.optim.SGD(build("Mlp").parameters()), sync.Auto(accuracy="bold")))
     aggressive = sync.Auto(accuracy="aggressive")
     return [tuned(aggressive, fast, 60), tuned(sync.Auto(), fast, 60), tuned(aggressive, plain, 115)]
 

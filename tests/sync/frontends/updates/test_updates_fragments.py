@@ -101,7 +101,7 @@ def oracles() -> None:
         other = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         settings: dict[str, Any] = {"every": every, "fragments": number, "delay": delay, "mixing": mixing}
-        attachment = sync.average_updates(model, optimizer, "Identity", outer=outer, **settings)
+        attachment = sync.attach(model, sync.Updates(optimizer, "Identity", outer=outer, **settings))
         fragments = fragments_of(attachment)
         assert sorted(itertools.chain(*fragments)) == sorted(dict(model.named_parameters()))
         plain = Streaming(other, every, fragments, delay, mixing, outer)
@@ -132,7 +132,7 @@ def conserved() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         settings = {"every": every, "fragments": number, "delay": delay, "decay": 1.0}
         plan = sync.uniform_plan(model, EFSignSGD(), program="allgather")
-        attachment = sync.average_updates(model, optimizer, plan, **settings)
+        attachment = sync.attach(model, sync.Updates(optimizer, plan, **settings))
         weights = {name: model[name].weight for name in "ab"}
         start = {name: each.detach().double().clone() for name, each in weights.items()}
         given = {name: torch.zeros_like(each) for name, each in start.items()}
@@ -180,7 +180,7 @@ def resumed() -> None:
         ) -> tuple[nn.Module, torch.optim.Optimizer, sync.Attachment]:
             model = build("Mlp", seed=seed)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            made = sync.average_updates(model, optimizer, EFSignSGD(), outer=NESTEROV, **settings)
+            made = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), outer=NESTEROV, **settings))
             return model, optimizer, made
 
         model, optimizer, attachment = setup(0)
@@ -201,7 +201,7 @@ def test_resumed_while_a_fragment_is_on_its_way():
 @pytest.mark.parametrize(("every", "fragments", "delay"), [(1, 1, 0), (7, 3, 2), (10, 4, 2), (5, 5, 1), (500, 7, 71)])
 def test_each_fragment_is_sent_once_in_a_round(every: int, fragments: int, delay: int):
     one = Schedule(every, fragments, delay).round_at(0)
-    one.check("test")
+    one.check()
     sent = {taken: one.sent_after(taken) for taken in range(1, every + 1)}
     steps = [taken for taken, number in sent.items() if number is not None]
     assert [sent[taken] for taken in steps] == list(range(fragments)) and steps[-1] == every
@@ -211,7 +211,7 @@ def test_each_fragment_is_sent_once_in_a_round(every: int, fragments: int, delay
 
 def test_rounds_grow_and_end_where_others_begin():
     schedule = Schedule({0: 2, 3: 4, 9: 3, 1000: 1})
-    schedule.check("test")
+    schedule.check()
     begins = [0]
     while begins[-1] < 15:
         begins.append(begins[-1] + schedule.round_at(begins[-1]).every)
@@ -238,7 +238,7 @@ def test_rounds_grow_and_end_where_others_begin():
 )
 def test_refused_schedules(arguments: tuple[Any, ...], text: str):
     with pytest.raises(ValueError, match=text):
-        Schedule(*arguments).check("average_updates")
+        Schedule(*arguments).check()
 
 
 # -------------------------------------------------------------------- rounds that grow
@@ -254,7 +254,7 @@ def test_rounds_grow_with_the_square_of_the_rate():
         rounds = sync.quadratic_rounds(rates, every, alpha)
         assert rounds == expected
         schedule, step = Schedule(rounds), 0
-        schedule.check("test")
+        schedule.check()
         while step < len(rates):
             step += schedule.round_at(step).every
         assert step == len(rates)

@@ -28,7 +28,7 @@ def frozen(whens: list[str], settings: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        attachment = sync.average_updates(model, optimizer, "Identity", **settings)
+        attachment = sync.attach(model, sync.Updates(optimizer, "Identity", **settings))
         generator = torch.Generator().manual_seed(dist.get_rank())
         every, moves = settings["every"], []
         for step in range(1, 5 * every + 1):

@@ -75,7 +75,7 @@ def away(compressor: gckernels.Compressor, program: str | None, settings: dict[s
     Recorded.members, Recorded.received = world_size, torch.zeros(SHAPE, dtype=torch.float64, device="cpu")
     optimizer, outer = torch.optim.SGD(model.parameters(), lr=0.0), functools.partial(Recorded, lr=1.0)
     plan = sync.uniform_plan(model, compressor, program=program)
-    attachment = sync.average_updates(model, optimizer, plan, every=2, outer=outer, decay=1.0, **settings)
+    attachment = sync.attach(model, sync.Updates(optimizer, plan, every=2, outer=outer, decay=1.0, **settings))
     given = torch.zeros(SHAPE, dtype=torch.float64, device="cpu")
     generator = torch.Generator().manual_seed(rank)
     start = model.weight.detach().double().cpu().clone()
@@ -145,7 +145,7 @@ def lost_and_found(every: int) -> None:
     model = linear(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
     group = alone if rank == 3 else three
-    attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=every, process_group=group)
+    attachment = sync.attach(model, sync.Updates(optimizer, "BlockQuant(bits=4)", every=every), process_group=group)
     if rank < 3:
         trained(model, optimizer, range(4 * every - 1), rank)
     if rank == 2:
@@ -180,7 +180,7 @@ def given_up() -> None:
     rank = dist.get_rank()
     model = linear(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    attachment = sync.average_updates(model, optimizer, "BlockQuant(bits=4)", every=1)
+    attachment = sync.attach(model, sync.Updates(optimizer, "BlockQuant(bits=4)", every=1))
     trained(model, optimizer, range(2), rank)
     if rank == 0:
         with pytest.raises(RuntimeError):
@@ -210,7 +210,7 @@ def resumed_while_away() -> None:
     for is_resumed in (False, True):
         model = linear()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-        attachment = sync.average_updates(model, optimizer, "EFSignSGD", every=2)
+        attachment = sync.attach(model, sync.Updates(optimizer, "EFSignSGD", every=2))
         trained(model, optimizer, range(4), rank)
         attachment.regroup(None if rank else [0])
         trained(model, optimizer, range(4, 9), rank)
@@ -219,7 +219,7 @@ def resumed_while_away() -> None:
             attachment.close()
             model = linear()
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-            attachment = sync.average_updates(model, optimizer, "EFSignSGD", every=2, process_group=alone[rank])
+            attachment = sync.attach(model, sync.Updates(optimizer, "EFSignSGD", every=2), process_group=alone[rank])
             attachment.load_state_dict(state[0])
         trained(model, optimizer, range(9, 10), rank)
         attachment.regroup([0, 1])
@@ -233,7 +233,7 @@ def resumed_while_away() -> None:
 def refusals() -> None:
     rank, model = dist.get_rank(), linear()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
-    attachment = sync.average_updates(model, optimizer, "EFSignSGD", every=2)
+    attachment = sync.attach(model, sync.Updates(optimizer, "EFSignSGD", every=2))
     for ranks in ([1 - rank], [rank, 2]):
         with pytest.raises(ValueError, match=f"ranks must be None or ranks of the job, with this one, {rank}; got"):
             attachment.regroup(ranks)

@@ -50,7 +50,7 @@ def both() -> None:
         other = copy.deepcopy(model)
         mine, plain = split(model), split(other)
         # plain local SGD has no factors of steps
-        attachment = sync.average_updates(model, mine, "Identity", every=every, scale_steps=False)
+        attachment = sync.attach(model, sync.Updates(mine, "Identity", every=every, scale_steps=False))
         anchors = [each.detach().clone() for each in other.parameters()]
         for step in range(6):
             gradients(model, step)
@@ -95,11 +95,11 @@ def refused() -> None:
     model = build("Mlp")
     first, second = split(model)
     for given, text in (([], "must be one or a list"), ([first, first], "a list of different ones")):
-        with pytest.raises(ValueError, match=f"average_updates: optimizer .*{text}"):
-            sync.average_updates(model, given, "Identity")
+        with pytest.raises(ValueError, match=f"Updates: optimizer .*{text}"):
+            sync.attach(model, sync.Updates(given, "Identity"))
     with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer, got int"):
-        sync.average_updates(model, [first, 3], "Identity")
-    attachment = sync.average_updates(model, [first, second], "Identity", every=3)
+        sync.attach(model, sync.Updates([first, 3], "Identity"))
+    attachment = sync.attach(model, sync.Updates([first, second], "Identity", every=3))
     gradients(model, 0)
     first.step()
     with pytest.raises(RuntimeError, match=r"optimizer 0 \(Muon\) makes a second step, and optimizer 1 \(AdamW\)"):
@@ -110,12 +110,12 @@ def refused() -> None:
     first.step()
     second.step()
     other = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"SGD steps layers.0.bias, layers.0.weight, and average_updates was not"):
+    with pytest.raises(RuntimeError, match=r"SGD steps layers.0.bias, layers.0.weight, and Updates was not"):
         other.step()
     attachment.close()
     other.step()
     with pytest.warns(UserWarning, match=r"no optimizer was given that has layers.0.bias, .*list of all optimizers"):
-        attachment = sync.average_updates(model, first, "Identity")
+        attachment = sync.attach(model, sync.Updates(first, "Identity"))
     gradients(model, 1)
     first.step()
     assert on_all(model)
@@ -151,7 +151,7 @@ def keyword() -> None:
     """As plain torch takes it."""
     model, scaler = build("Mlp"), torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attachment = sync.average_updates(model, optimizer, "Identity", every=2, grad_scaler=scaler)
+    attachment = sync.attach(model, sync.Updates(optimizer, "Identity", every=2), grad_scaler=scaler)
     for step in range(4):
         scaled(scaler, model, step, step == 1 and dist.get_rank() == 1)
         scaler.step(optimizer=optimizer)
@@ -166,7 +166,7 @@ def one_scaler() -> None:
     optimizers: list[Any] = [split(models[0]), [torch.optim.SGD(models[1].parameters(), lr=0.1)]]
     scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
     attachments = [
-        sync.average_updates(model, each, "Identity", every=2, grad_scaler=[scaler])
+        sync.attach(model, sync.Updates(each, "Identity", every=2), grad_scaler=[scaler])
         for model, each in zip(models, optimizers, strict=True)
     ]
     for step in range(8):
@@ -199,7 +199,7 @@ def closed_in_any_order() -> None:
     scaler.step = of_the_user
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     attachments = [
-        sync.average_updates(model, each, "Identity", grad_scaler=scaler)
+        sync.attach(model, sync.Updates(each, "Identity"), grad_scaler=scaler)
         for model, each in zip(models, optimizers, strict=True)
     ]
     for number in (1, 0, 2):
@@ -238,9 +238,9 @@ def wrapped() -> None:
     model = build("Mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"must call the hooks .*Prepared has none; give it the optimizer inside"):
-        sync.average_updates(model, Prepared(optimizer), "Identity")
+        sync.attach(model, sync.Updates(Prepared(optimizer), "Identity"))
     prepared = Accelerated(optimizer)
-    attachment = sync.average_updates(model, prepared, "Identity", every=2)
+    attachment = sync.attach(model, sync.Updates(prepared, "Identity", every=2))
     for step in range(4):
         gradients(model, step)
         prepared.step()

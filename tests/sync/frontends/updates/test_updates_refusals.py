@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -18,6 +19,14 @@ from models import build
 from ranks import run_ranks, values_of
 from workloads import digest_of
 
+FIELDS = {each.name for each in dataclasses.fields(sync.Updates)}
+OF_GRADIENTS = (
+    ("memory_budget_mb", None, 1.0),
+    ("can_discard", False, True),
+    ("bucket_cap_mb", None, 1.0),
+    ("find_unused_parameters", False, True),
+)
+"""The arguments of ``attach`` that are for gradients alone, with their defaults and another value."""
 NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -42,8 +51,9 @@ def arguments() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def refused(kind: type[Exception], text: str, *changed: Any, **named: Any) -> None:
-        given = [*changed, *[model, optimizer, EFSignSGD()][len(changed) :]]
-        raises(kind, f"^average_updates: {text}", sync.average_updates, *given, **named)
+        target, *of_updates = [*changed, *[model, optimizer, EFSignSGD()][len(changed) :]]
+        own = {name: named.pop(name) for name in FIELDS & named.keys()}
+        raises(kind, f"^(attach|Updates): {text}", sync.attach, target, sync.Updates(*of_updates, **own), **named)
 
     refused(TypeError, "model must be a torch.nn.Module, got int", 3)
     refused(ValueError, "model has no parameters", nn.Module())
@@ -60,7 +70,14 @@ def arguments() -> None:
         refused(ValueError, "every must be an int from 1 up", every=every)
     for decay in (-0.1, 1.5, "1", torch.nan):
         refused(ValueError, "decay must be None or a number from 0 to 1", decay=decay)
-    refused(TypeError, "grad_scaler must be a torch.amp.GradScaler or None, got float", grad_scaler=1.0)
+    for scaler in (1.0, [torch.amp.GradScaler("cpu"), 1.0]):
+        refused(TypeError, "grad_scaler must be a torch.amp.GradScaler, .* got float", grad_scaler=scaler)
+    refused(ValueError, "anchor_device must be None or a device .*, got 'moon'", anchor_device="moon")
+    for name, default, wrong in OF_GRADIENTS:
+        refused(ValueError, f"{name} must be {default} with Updates, got {wrong}", **{name: wrong})
+    refused(
+        ValueError, "residual_bits must be 32 for a plan without residuals", model, optimizer, "Cast16", residual_bits=8
+    )
     refused(ValueError, "start_step must be an int from 0 up", start_step=-1)
     refused(TypeError, "outer must be None or a function .* got SGD", outer=optimizer)
     refused(TypeError, "outer must be None or a function .* got list", outer=list)
@@ -75,9 +92,10 @@ def arguments() -> None:
     other = DistributedDataParallel(model)
     refused(ValueError, "parameter .* is averaged by a DistributedDataParallel model")
     del other
-    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2))
     refused(ValueError, "parameter .* is synchronised by another attachment")
     raises(ValueError, "is synchronised by another attachment", sync.attach, model)
+    raises(TypeError, "^attach: grad_scaler .* got list", sync.attach, model, grad_scaler=[torch.amp.GradScaler("cpu")])
     raises(RuntimeError, "cannot be discarded", attachment.discard_step)
     with attachment.no_sync():
         step(model, optimizer)
@@ -93,7 +111,7 @@ def sharded() -> None:
     model = nn.Sequential(build("Mlp"))
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    raises(ValueError, "process_group must have one rank", sync.average_updates, model, optimizer, EFSignSGD())
+    raises(ValueError, "process_group must have one rank", sync.attach, model, sync.Updates(optimizer, EFSignSGD()))
 
 
 def test_arguments():
@@ -107,7 +125,7 @@ def test_models_of_fsdp2():
 def loads() -> None:
     model = build("Mlp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2))
     first = copy.deepcopy(model.state_dict())
     step(model, optimizer)
     step(model, optimizer)
@@ -125,7 +143,7 @@ def loads() -> None:
     attachment.close()
     step(model, optimizer)
     model.extra = nn.Linear(3, 3)
-    attachment = sync.average_updates(model, optimizer, EFSignSGD())
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD()))
     model.more = nn.Linear(3, 3)
     raises(RuntimeError, "more.bias, more.weight; attach to it again", step, model, optimizer)
 

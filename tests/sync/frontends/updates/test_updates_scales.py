@@ -107,7 +107,7 @@ def chosen() -> None:
         (FusedSGD(parameters, lr=0.1), "Identity", {}, False),
         (sgd, EFSignSGD(), {"scale_steps": True}, True),
     ):
-        attachment = sync.average_updates(model, optimizer, spec, **settings)
+        attachment = sync.attach(model, sync.Updates(optimizer, spec, **settings))
         assert (attachment._frontend._scales is not None) == expected, (type(optimizer), settings)
         attachment.close()
 
@@ -121,7 +121,7 @@ def several() -> None:
     ]
     for kinds in ((torch.optim.AdamW, torch.optim.AdamW), (torch.optim.AdamW, torch.optim.SGD)):
         optimizers = [kind(half, lr=1e-3) for kind, half in zip(kinds, halves, strict=True)]
-        attachment = sync.average_updates(model, optimizers, EFSignSGD(), every=2)
+        attachment = sync.attach(model, sync.Updates(optimizers, EFSignSGD(), every=2))
         for step in range(6):
             model(model.batch(step, dist.get_rank())).backward()
             for optimizer in optimizers:
@@ -148,7 +148,7 @@ def short_means() -> None:
         torch.manual_seed(0)
         model = nn.Linear(64, 64, bias=False)
         optimizer = torch.optim.Muon(model.parameters(), lr=0.01, weight_decay=0.0, momentum=0.0, nesterov=False)
-        attachment = sync.average_updates(model, optimizer, "Identity", every=4, scale_steps=scale_steps)
+        attachment = sync.attach(model, sync.Updates(optimizer, "Identity", every=4, scale_steps=scale_steps))
         begin = model.weight.detach().clone()
         for step in range(40):
             noise = torch.Generator().manual_seed(dist.get_rank() + 2 * step)
@@ -171,7 +171,7 @@ def resumed() -> None:
     for begin in (0, 7):
         model = build("Mlp", seed=begin)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        attachment = sync.average_updates(model, optimizer, EFSignSGD(), every=2)
+        attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2))
         if state is not None:
             attachment.load_state_dict(state)
         digests.append([])

@@ -65,8 +65,8 @@ def like_ddp(spec: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     fully_shard(sharded[0], mesh=inside)
     fully_shard(sharded, mesh=inside)
     optimizer = adamw(sharded)
-    settings: dict[str, Any] = {"every": 2, "outer": NESTEROV, "process_group": between}
-    attachment = sync.average_updates(sharded, optimizer, spec, **settings)
+    settings: dict[str, Any] = {"every": 2, "outer": NESTEROV}
+    attachment = sync.attach(sharded, sync.Updates(optimizer, spec, **settings), process_group=between)
     trained(sharded, optimizer, range(9), dist.get_rank())
     assert attachment.steps == 4 and attachment.stats()["world_size"] == 2
     found = whole(sharded)
@@ -77,7 +77,7 @@ def like_ddp(spec: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     attachment.close()
     wrapped = DistributedDataParallel(net(), process_group=inside.get_group())
     optimizer = adamw(wrapped)
-    attachment = sync.average_updates(wrapped, optimizer, spec, **settings)
+    attachment = sync.attach(wrapped, sync.Updates(optimizer, spec, **settings), process_group=between)
     assert "0.weight" in attachment.parameters()
     trained(wrapped, optimizer, range(9), dist.get_rank())
     digests = everyone(digest_of(wrapped.parameters()))
@@ -107,7 +107,7 @@ def over_all_ranks() -> list[torch.Tensor]:
     wrapped = DistributedDataParallel(net(), process_group=inside.get_group())
     optimizer = adamw(wrapped)
     plan = sync.uniform_plan(wrapped.module, "Identity", program="hierarchical", topology=topology(4))
-    attachment = sync.average_updates(wrapped, optimizer, plan, every=2, outer=NESTEROV)
+    attachment = sync.attach(wrapped, sync.Updates(optimizer, plan, every=2, outer=NESTEROV))
     trained(wrapped, optimizer, range(10), dist.get_rank())
     attachment.close()
     return whole(wrapped)
@@ -126,8 +126,11 @@ def sharded(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, sync.Attac
     for module in (model[0], model):
         fully_shard(module, mesh=inside)
     optimizer = adamw(model)
-    settings: dict[str, Any] = {"every": 4, "delay": 2, "process_group": between}
-    return model, optimizer, sync.average_updates(model, optimizer, EFSignSGD(), **settings)
+    return (
+        model,
+        optimizer,
+        sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=4, delay=2), process_group=between),
+    )
 
 
 def resumed(folder: str) -> None:
@@ -161,7 +164,7 @@ def refusals() -> None:
     crossed = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])[0]
     for group, text in ((None, "is sharded over rank"), (crossed, "the ranks do not have the same settings")):
         try:
-            sync.average_updates(model, optimizer, EFSignSGD(), process_group=group)
+            sync.attach(model, sync.Updates(optimizer, EFSignSGD()), process_group=group)
         except (ValueError, RuntimeError) as error:
             assert text in str(error), error
         else:
@@ -169,7 +172,7 @@ def refusals() -> None:
     replicas = net()
     fully_shard(replicas, mesh=mesh)
     try:
-        sync.average_updates(replicas, adamw(replicas), EFSignSGD(), process_group=between)
+        sync.attach(replicas, sync.Updates(adamw(replicas), EFSignSGD()), process_group=between)
     except ValueError as error:
         assert "process_group must have one rank of each site" in str(error)
     else:

@@ -25,7 +25,7 @@ def setup(dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> tup
     model = build("Mlp", dtype, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     settings = {"every": EVERY, "outer": NESTEROV} | more
-    return model, optimizer, sync.average_updates(model, optimizer, EFSignSGD(), **settings)
+    return model, optimizer, sync.attach(model, sync.Updates(optimizer, EFSignSGD(), **settings))
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[str]:
@@ -124,7 +124,7 @@ def damaged() -> None:
     _raises(ValueError, "that averages updates, and this one averages gradients", gradients.load_state_dict, state)
     of_gradients = gradients.state_dict()
     gradients.close()
-    attachment = sync.average_updates(model, optimizer, EFSignSGD())
+    attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD()))
     _raises(ValueError, "averages gradients, and this one averages updates", attachment.load_state_dict, of_gradients)
     attachment.close()
 

@@ -36,7 +36,7 @@ def regrouped() -> None:
     torch.manual_seed(rank)
     model = nn.Linear(12, 12)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    attachment = sync.average_updates(model, optimizer, "EFSignSGD", every=2, outer=NESTEROV, scale_steps=True)
+    attachment = sync.attach(model, sync.Updates(optimizer, "EFSignSGD", every=2, outer=NESTEROV, scale_steps=True))
     trained(model, optimizer, 4)
     everyone = range(world_size)
 
