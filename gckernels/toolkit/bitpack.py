@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .numeric import small_to_fp32
 from .target import for_nvidia
 
 
@@ -94,12 +95,114 @@ def _shifted_once(words, counts):
 
 
 @triton.jit
+def _with_bits(words, MASK: tl.constexpr, BITS: tl.constexpr):
+    """``words & MASK | BITS``: one instruction, of which ptxas would make two, because both are numbers."""
+    if for_nvidia():
+        mask, bits = tl.full((), MASK, tl.uint32), tl.full((), BITS, tl.uint32)
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [words, mask, bits], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    else:
+        return (words & MASK) | BITS
+
+
+@triton.jit
 def _spread(words, STEP: tl.constexpr, COUNT: tl.constexpr):
     """Words shifted to the right by multiples of ``STEP``, in ``COUNT`` places of a new last dimension or several."""
     if COUNT == 1:
         return words
     else:
         return tl.join(_spread(words, 2 * STEP, COUNT // 2), _spread(words >> STEP, 2 * STEP, COUNT // 2))
+
+
+@triton.jit
+def _numbers_in_place(words, PLACE: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """The fp32 numbers of the codes at ``COUNT`` places of words, ``STEP`` bits apart, in a new last dimension or
+    several.
+
+    A code stays where it is: it becomes a part of the mantissa of the power of two whose bit there counts 1, which is
+    then subtracted. Both are exact. A mantissa has room for 16 places, so half of a word is shifted once.
+    """
+    if COUNT == 1:
+        if PLACE >= 16:
+            words = words >> 16
+        AT: tl.constexpr = PLACE % 16
+        bits = _with_bits(words, FORM.mask << AT, (150 - AT) << 23)
+        return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + FORM.zero)
+    else:
+        even = _numbers_in_place(words, PLACE, 2 * STEP, COUNT // 2, FORM)
+        return tl.join(even, _numbers_in_place(words, PLACE + STEP, 2 * STEP, COUNT // 2, FORM))
+
+
+@triton.jit
+def _signs_in_place(words, PLACE: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
+    """The bits of words that are ``COUNT`` places above ``PLACE``, ``STEP`` bits apart, as signs, like
+    :func:`_numbers_in_place`."""
+    if COUNT == 1:
+        return ((words << (31 - PLACE)) & 0x80000000).to(tl.int32, bitcast=True)
+    else:
+        even = _signs_in_place(words, PLACE, 2 * STEP, COUNT // 2)
+        return tl.join(even, _signs_in_place(words, PLACE + STEP, 2 * STEP, COUNT // 2))
+
+
+@triton.jit
+def _load_runs(
+    field_ptr, nbytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):  # fmt: skip
+    """The words of :func:`load_codes`, ``uint32 [ROWS, COLUMNS // RUN]``, or with a last dimension if a run fills
+    several; the codes of a run from their lowest bit on."""
+    WORD_BITS: tl.constexpr = min(max(RUN * BITS, 8), 32)
+    WORD: tl.constexpr = tl.uint8 if WORD_BITS == 8 else tl.uint16 if WORD_BITS == 16 else tl.uint32
+    WORDS: tl.constexpr = max(RUN * BITS // 32, 1)  # in a run
+    COUNT: tl.constexpr = COLUMNS // RUN
+    # compilers merge loads of neighbours, unless they do not know that these are neighbours
+    runs = tl.abs(tl.reshape(tl.arange(0, ROWS * COUNT), (ROWS, COUNT)))
+    if WORDS > 1:
+        words = runs[:, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
+    elif RUN * BITS < 8:  # two runs in a word
+        words = runs // 2
+    else:
+        words = runs
+    words_ptr = field_ptr.to(tl.pointer_type(WORD)) + words
+    if IS_FULL:
+        loaded = tl.load(words_ptr).to(tl.uint32)
+    else:
+        loaded = tl.load(words_ptr, mask=words * (WORD_BITS // 8) < nbytes, other=0).to(tl.uint32)
+    if RUN * BITS < 8:
+        loaded = _shifted_once(loaded, (runs % 2 * RUN).to(tl.uint32))
+    return loaded
+
+
+@triton.jit
+def load_numbers(
+    field_ptr, nbytes, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr,
+    IS_FULL: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """The codes of :func:`load_codes` as :func:`as_numbers` has them."""
+    if 8 % BITS == 0:
+        words = _load_runs(field_ptr, nbytes, ROWS, COLUMNS, BITS, RUN, IS_FULL)
+        numbers = tl.reshape(_numbers_in_place(words, 0, BITS, min(32 // BITS, RUN), FORM), (ROWS, COLUMNS))
+        if FORM.signed:
+            signs = _signs_in_place(words, BITS - 1, BITS, min(32 // BITS, RUN))
+            return numbers, tl.reshape(signs, (ROWS, COLUMNS))
+        else:
+            return (numbers,)
+    else:
+        return as_numbers(load_codes(field_ptr, nbytes, ROWS, COLUMNS, BITS, RUN, IS_FULL), BITS, FORM)
+
+
+@triton.jit
+def as_numbers(codes, BITS: tl.constexpr, FORM: tl.constexpr):
+    """Codes as ``(numbers,)``, the bits of ``FORM.mask`` less ``FORM.zero`` in fp32; or as ``(numbers, signs)``, where
+    signs are int32 with the highest bit of the code as highest bit, if ``FORM.signed``."""
+    kept = codes
+    if FORM.mask < 2**BITS - 1:
+        kept = codes & FORM.mask
+    if FORM.signed:
+        return small_to_fp32(kept, FORM.zero), (codes << (32 - BITS)) & -0x80000000
+    else:
+        return (small_to_fp32(kept, FORM.zero),)
 
 
 @triton.jit
@@ -115,27 +218,8 @@ def load_codes(
     threads would have to exchange codes before each could store 16 bytes of decoded values.
     """
     if 8 % BITS == 0:
-        WORD_BITS: tl.constexpr = min(max(RUN * BITS, 8), 32)
-        WORD: tl.constexpr = tl.uint8 if WORD_BITS == 8 else tl.uint16 if WORD_BITS == 16 else tl.uint32
-        PER_WORD: tl.constexpr = min(WORD_BITS // BITS, RUN)
-        WORDS: tl.constexpr = RUN // PER_WORD  # in a run
-        COUNT: tl.constexpr = COLUMNS // RUN
-        # compilers merge loads of neighbours, unless they do not know that these are neighbours
-        runs = tl.abs(tl.reshape(tl.arange(0, ROWS * COUNT), (ROWS, COUNT)))
-        if WORDS > 1:
-            words = runs[:, :, None] * WORDS + tl.arange(0, WORDS)[None, None, :]
-        elif RUN * BITS < 8:  # two runs in a word
-            words = runs // 2
-        else:
-            words = runs
-        words_ptr = field_ptr.to(tl.pointer_type(WORD)) + words
-        if IS_FULL:
-            loaded = tl.load(words_ptr).to(tl.uint32)
-        else:
-            loaded = tl.load(words_ptr, mask=words * (WORD_BITS // 8) < nbytes, other=0).to(tl.uint32)
-        if RUN * BITS < 8:
-            loaded = _shifted_once(loaded, (runs % 2 * RUN).to(tl.uint32))
-        codes = tl.reshape(_spread(loaded, BITS, PER_WORD), (ROWS, COLUMNS))
+        words = _load_runs(field_ptr, nbytes, ROWS, COLUMNS, BITS, RUN, IS_FULL)
+        codes = tl.reshape(_spread(words, BITS, min(32 // BITS, RUN)), (ROWS, COLUMNS))
         return codes.to(tl.int32, bitcast=True) & (2**BITS - 1)
     else:
         slots, used = packed_slots(tl.arange(0, ROWS), ROWS, COLUMNS, BITS)

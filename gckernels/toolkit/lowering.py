@@ -61,6 +61,76 @@ class Operand(str):
         return operand
 
 
+class CodesAsNumbers:
+    """Codes, in the recording of a function that uses nothing of them but a number, some of their lowest bits less a
+    ``zero``, and their highest bit as a sign.
+
+    Whoever decodes packed codes can make these at once, without the codes. Anything else that a function does with
+    codes raises a TypeError.
+
+    Args:
+        bits: bits of a code.
+        number: the recorder of the numbers, fp32.
+        sign: the recorder of the signs, int32 with the highest bit of the code as highest bit, and zeros.
+
+    Attributes:
+        used: the bits of which the number is made, and its zero; ``None`` before it has been used.
+        is_signed: whether the sign has been used.
+    """
+
+    def __init__(self, bits: int, number: Any, sign: Any) -> None:
+        self._bits, self._number, self._sign = bits, number, sign
+        self.used: tuple[int, int] | None = None
+        self.is_signed = False
+
+    def less(self, zero: int) -> Any:
+        """The recorder of the numbers of all bits, less ``zero``."""
+        return self._use(2**self._bits - 1, zero)
+
+    def float(self) -> Any:
+        """The recorder of the numbers, as :meth:`torch.Tensor.float` converts codes."""
+        return self.less(0)
+
+    def __and__(self, mask: int) -> _SomeBits:
+        return _SomeBits(self, mask)
+
+    def _use(self, mask: int, zero: int) -> Any:
+        if self.used not in (None, (mask, zero)) or (mask & (mask + 1)):
+            raise TypeError("codes are used as two numbers, or without some of their lower bits")
+        self.used = mask, zero
+        return self._number
+
+    def _use_sign(self, mask: int, shift: int) -> Any:
+        if mask != 2 ** (self._bits - 1) or shift != 32 - self._bits:
+            raise TypeError("bits of codes are shifted that are no sign")
+        self.is_signed = True
+        return self._sign
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("codes are compared")
+
+    def __ne__(self, other: object) -> bool:
+        raise TypeError("codes are compared")
+
+    def __bool__(self) -> bool:
+        raise TypeError("codes are a condition")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _SomeBits(CodesAsNumbers):
+    """The bits of codes that a mask leaves."""
+
+    def __init__(self, codes: CodesAsNumbers, mask: int) -> None:
+        self._codes, self._mask = codes, mask
+
+    def less(self, zero: int) -> Any:
+        return self._codes._use(self._mask, zero)
+
+    def __lshift__(self, shift: int) -> Any:
+        return self._codes._use_sign(self._mask, shift)
+
+
 @dataclass(frozen=True)
 class Language:
     """A language into which functions are translated.

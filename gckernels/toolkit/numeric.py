@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import fx
 
+from .lowering import CodesAsNumbers
+
 INF_BITS = tl.constexpr(0x7F800000)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -149,6 +151,8 @@ def small_to_fp32_torch(numbers: torch.Tensor, zero: int = 0) -> torch.Tensor:
     The bits of ``2**23`` with a number in their lowest places are ``2**23`` plus the number. GPUs are faster at that
     and at a subtraction than at a conversion.
     """
+    if isinstance(numbers, CodesAsNumbers):
+        return numbers.less(zero)
     return (numbers | 0x4B000000).view(torch.float32) - (2.0**23 + zero)
 
 

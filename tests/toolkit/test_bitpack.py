@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis.extra import numpy as arrays
 
 from gckernels.toolkit import bitpack
+from gckernels.toolkit.constants import Constants
 from helpers import KERNEL, KERNEL_PARAM
 
 BITS = pytest.mark.parametrize("bits", range(1, 9))
@@ -113,6 +114,40 @@ def test_triton_packs_as_torch_does(bits, rows, columns, run, implementation):
         assert torch.equal(packed.cpu(), bitpack.pack(codes.flatten(), bits))
         inside = nbytes * 8 // bits
         assert torch.equal(back.cpu().flatten()[:inside], codes.flatten()[:inside])
+
+
+@triton.jit
+def _numbers_kernel(
+    packed_ptr, codes_ptr, numbers_ptr, signs_ptr, nbytes, BITS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Store the numbers of packed codes and, behind them, those of the codes themselves."""
+    offsets = tl.arange(0, 4)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    loaded = bitpack.load_numbers(packed_ptr, nbytes, 4, COLUMNS, BITS, RUN, True, FORM)
+    made = bitpack.as_numbers(tl.load(codes_ptr + offsets), BITS, FORM)
+    tl.store(numbers_ptr + offsets, loaded[0])
+    tl.store(numbers_ptr + 4 * COLUMNS + offsets, made[0])
+    if FORM.signed:
+        tl.store(signs_ptr + offsets, loaded[1])
+        tl.store(signs_ptr + 4 * COLUMNS + offsets, made[1])
+
+
+@BITS
+@pytest.mark.parametrize("run", [4, 8])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("implementation", [KERNEL_PARAM])
+def test_codes_become_numbers_where_they_lie(bits, run, signed, implementation):
+    form = Constants(mask=2 ** (bits - signed) - 1, zero=2 ** (bits - 1) - 1, signed=signed)
+    codes = torch.arange(4 * 64, dtype=torch.int32).view(4, 64)[:, torch.randperm(64)] % 2**bits
+    packed = bitpack.pack(codes.flatten(), bits).to(implementation.device)
+    numbers = torch.empty(2, 4, 64, device=implementation.device)
+    signs = torch.empty(2, 4, 64, dtype=torch.int32, device=implementation.device)
+    given = packed, codes.to(implementation.device), numbers, signs, packed.numel()
+    _numbers_kernel[(1,)](*given, bits, 64, run, form)
+    want = ((codes & form.mask) - form.zero).float()
+    assert torch.equal(numbers.cpu().view(torch.int32), want.view(torch.int32).expand(2, 4, 64))
+    if signed:
+        assert torch.equal(signs.cpu(), ((codes >> (bits - 1)) << 31).expand(2, 4, 64))
 
 
 def test_the_kernel_runs_where_it_should():

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import gckernels
 from gckernels.toolkit.host import c_forms
 from gckernels.toolkit.kernels import triton_forms
 from gckernels.toolkit.lowering import BOOL, FLOAT, INT, NotLowered, record
+from gckernels.toolkit.numeric import small_to_fp32_torch
 from gckernels.toolkit.quantizer import Dual, MapQuantizer, Maps, generated
 from gckernels.toolkit.quantizer.statistics import MEAN_MAGNITUDE
 from helpers import HAS_GPU
@@ -107,6 +108,42 @@ class WithoutForm(MapQuantizer):
 def test_a_function_without_a_form_is_named():
     with pytest.raises(NotLowered, match="WithoutForm: quantize: exp has no Triton form"):
         generated.triton_functions(WithoutForm())
+
+
+def decoding_by(dequantize: Any, bits: int = 4) -> MapQuantizer:
+    """A quantiser with this map from codes to values."""
+
+    @dataclass(frozen=True)
+    class Decoding(MapQuantizer):
+        maps = Maps(gckernels.BlockQuant(bits=4).maps.quantize, dequantize, MEAN_MAGNITUDE)
+        block: int | None = 128
+
+    Decoding.bits = bits
+    return Decoding()
+
+
+@pytest.mark.parametrize(
+    ("dequantize", "form"),
+    [
+        (lambda codes, stats, C: codes.float() * stats[0], (15, 0, False)),
+        (lambda codes, stats, C: small_to_fp32_torch(codes, 8) * stats[0], (15, 8, False)),
+        (
+            lambda codes, stats, C: (small_to_fp32_torch(codes & 7, 1).view(torch.int32) | ((codes & 8) << 28)).float(),
+            (7, 1, True),
+        ),
+        (lambda codes, stats, C: stats[0] + small_to_fp32_torch(codes & 6), None),
+        (lambda codes, stats, C: small_to_fp32_torch(codes, 1) * small_to_fp32_torch(codes, 2), None),
+        (lambda codes, stats, C: torch.where(codes == 1, stats[0], stats[0] * codes.float()), None),
+        (lambda codes, stats, C: codes.float() * (codes & 8), None),
+        (lambda codes, stats, C: codes.float() * ((codes & 4) << 28), None),
+        (lambda codes, stats, C: codes * stats[0], None),
+        (lambda codes, stats, C: codes.float() if codes else stats[0], None),
+        (lambda codes, stats, C: stats[0], None),
+    ],
+)
+def test_codes_that_are_only_numbers_are_given_as_numbers(dequantize, form):
+    found = generated.number_form(decoding_by(dequantize))
+    assert (found and (found.mask, found.zero, found.signed)) == form
 
 
 def test_a_hand_written_form_replaces_the_generated_one():

@@ -12,10 +12,12 @@ import linecache
 import types
 from typing import Any
 
+from ..constants import Constants
 from ..host.cache import digest, keep_source
 from ..kernels.triton_forms import lower
-from ..lowering import BOOL, FLOAT, INT, NotLowered
+from ..lowering import BOOL, FLOAT, INT, CodesAsNumbers, NotLowered
 
+_NUMBERS = ("codes[0]", ("codes[1]", INT))
 _NUMERIC = ("at_least", "at_most", "between", "is_finite", "nearest", "negative_zero", "shifted_left", "shifted_right")
 
 
@@ -32,6 +34,33 @@ def triton_functions(quantizer: Any) -> dict[str, Any]:
     functions = _functions(quantizer)
     module = _module(quantizer.op_name, triton_source(quantizer))
     return {name: each.triton if _replaces(each) else getattr(module, name) for name, each in functions.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def number_form(quantizer: Any) -> Constants | None:
+    """The form in which the Triton function ``dequantize`` takes codes; ``None`` if it takes the codes themselves,
+    because it uses other parts of them than numbers.
+
+    It takes a tuple: numbers in fp32, made of the bits of ``mask`` less ``zero``; and if codes are ``signed``, int32
+    with the highest bit of the code as highest bit, and zeros.
+    """
+    function, codes = quantizer.maps.dequantize, list[CodesAsNumbers]()
+    if hasattr(function, "triton"):
+        return None
+
+    def of_numbers(number: Any, sign: Any, stats: Any, constants: Any) -> Any:
+        codes.append(CodesAsNumbers(quantizer.bits, number, sign))
+        return function(codes[0], stats, constants)
+
+    stats = [f"stats[{index}]" for index in range(quantizer.num_stats)]
+    try:
+        lower(of_numbers, [*_NUMBERS, stats, quantizer.constants], FLOAT, "codes[0]")
+    except NotLowered:
+        return None
+    if codes[0].used is None:
+        return None
+    mask, zero = codes[0].used
+    return Constants(mask=mask, zero=zero, signed=codes[0].is_signed)
 
 
 def triton_source(quantizer: Any) -> str:
@@ -94,9 +123,17 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
         "finish": {"partials": partials, "count": "count"},
         "holds": {"partials": partials},
     }
+    if name == "dequantize" and number_form(quantizer) is not None:
+        codes_to_values, parameters[name]["codes"] = function, list(_NUMBERS)
+
+        def function(codes: Any, stats: Any, constants: Any) -> Any:
+            return codes_to_values(CodesAsNumbers(quantizer.bits, *codes), stats, constants)
+
     role = name.removeprefix("quick_")
     given = parameters[role]
     shaped = {"finish": "count", "holds": "partials[0]"}.get(role, next(iter(given)))
+    if isinstance(given.get(shaped), list):
+        shaped = f"{shaped}[0]"
     kind = {"quantize": INT, "holds": BOOL}.get(role, FLOAT)
     lines, results = lower(function, [*given.values(), constants], kind, shaped)
     expected = {"terms": len(partials), "finish": len(stats)}.get(role, 1)

@@ -28,7 +28,7 @@ from ..constants import Constants
 from ..kernels.launch import launch, temporary
 from ..kernels.seeds import seed_of
 from ..tiles import chunk_step
-from .generated import triton_functions
+from .generated import number_form, triton_functions
 from .maps import LARGEST, SUM, Statistic
 from .programs import combine_program, decode_program, encode_program, partials_program
 
@@ -315,7 +315,7 @@ def kernel_constants(
     The attributes are the functions of the quantiser's maps, by name, and
 
     - ``C``: the quantiser's constants, which these functions get;
-    - ``bits``: bits per code;
+    - ``bits``: bits per code; ``numbers``: see :func:`.generated.number_form`;
     - ``rows`` and ``block``: rows and columns of a tile; ``tile``: their product; ``parts``: see :func:`_parts`;
     - ``statistic``: ``kinds``, the reduction of each of its terms; ``pads``, whether missing elements have to be
       masked; and its functions ``terms`` and ``finish``; ``None`` without one;
@@ -341,6 +341,7 @@ def kernel_constants(
         **{"surety": None} | made,
         C=quantizer.constants,
         bits=quantizer.bits,
+        numbers=number_form(quantizer),
         rows=rows,
         block=columns,
         tile=rows * columns,

@@ -17,6 +17,7 @@ from .tiles import (
     STATUS,
     as_columns,
     combine,
+    decoded_tile,
     finish,
     load_rows,
     merged_tile,
@@ -180,7 +181,7 @@ def encode_program(
     if Q.has_residual:
         # the old value is stored again where the new one is not finite: a mask that varies from element to element
         # would break the 16-byte stores up
-        left = Q.keep(values, Q.dequantize(codes, columns_of_stats, C), C)
+        left = Q.keep(values, decoded_tile(codes, columns_of_stats, Q), C)
         left = tl.where(is_finite(left), left, residual)
         store_residual(residual_ptr, left, first, offsets, chunk, chunk_numel, tile_first, here, Q)
     # the small stores come last, when few registers are in use

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..bitpack import load_codes, pack_bits
+from ..bitpack import as_numbers, load_codes, load_numbers, pack_bits
 from ..numeric import at_least, at_most, bf16_bits, bf16_value, is_finite, max_along, min_along
 from ..payload import HEADER_NBYTES, STATUS_OK
 from ..random import dither_tile
@@ -224,6 +224,17 @@ def store_stats(payload_ptr, stats, tile, here, blocks, slots, Q: tl.constexpr):
 
 
 @triton.jit
+def decoded_tile(codes, stats, Q: tl.constexpr):
+    """The values of codes, int32, of a tile."""
+    C: tl.constexpr = Q.C
+    if Q.numbers is None:
+        values = Q.dequantize(codes, stats, C)
+    else:
+        values = Q.dequantize(as_numbers(codes, Q.bits, Q.numbers), stats, C)
+    return values
+
+
+@triton.jit
 def merged_tile(
     payload_ptr,  # the first source
     tile,
@@ -250,7 +261,11 @@ def merged_tile(
         failed = tl.where(status == STATUS, 0.0, float("nan"))
         failures += failed
         stats = load_stats(payload_ptr, tile, here, blocks, failed, Q)
-        codes = load_codes(payload_ptr + codes_offset + first, nbytes, ROWS, BLOCK, Q.bits, RUN, IS_FULL)
+        codes_ptr = payload_ptr + codes_offset + first
+        if Q.numbers is None:
+            codes = load_codes(codes_ptr, nbytes, ROWS, BLOCK, Q.bits, RUN, IS_FULL)
+        else:
+            codes = load_numbers(codes_ptr, nbytes, ROWS, BLOCK, Q.bits, RUN, IS_FULL, Q.numbers)
         if not Q.whole:
             stats = as_columns(stats)
         total += Q.dequantize(codes, stats, C)
