@@ -11,6 +11,7 @@ all-to-all then sends chunk ``c`` to rank ``c``. :func:`chunk_numel` defines how
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -70,6 +71,9 @@ class Codec(Compressor):
     def backend(cls, device: torch.device) -> Backend:
         """The implementation for tensors on a device."""
         return cls.triton if is_accelerator(device) else cls.host
+
+    def compile_host(self, recodes: bool = False) -> None:
+        self.host.compile(self, recodes)
 
     # ---------------------------------------------------------------- what users and the engine call
 
@@ -295,6 +299,23 @@ class Recoding:
     size: Any = None
 
 
+class _OnFirstUse:
+    def __init__(self, make: Callable[[], Backend]) -> None:
+        self._made = functools.cache(make)
+
+    def __get__(self, instance: object, owner: object) -> Backend:
+        return self._made()
+
+
+def on_first_use(make: Callable[[], Backend]) -> Any:
+    """A class attribute that is the back end which ``make`` returns, called when the attribute is first read.
+
+    A family of codecs imports a back end inside ``make``: a training uses those of its compressors on one kind of
+    device, and loads no others.
+    """
+    return _OnFirstUse(make)
+
+
 class Backend(ABC):
     """Implementation of a family of compressors on one kind of device.
 
@@ -319,6 +340,9 @@ class Backend(ABC):
         self.decode(Decoding(unit.compressor, unit.payloads[:, None], merged, unit.size), scale)
         shard = unit.compressor.shard_compressor
         self.encode(Encoding(shard, merged, unit.residual, unit.payload[None], unit.seed, unit.size))
+
+    def compile(self, compressor: Any, recodes: bool) -> None:  # noqa: B027, most have nothing to compile
+        """Do what :meth:`~gckernels.Compressor.compile_host` says."""
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
         """A function that encodes all units, by default one after the other.

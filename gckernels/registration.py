@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -142,7 +143,7 @@ def define_ops(cls: type[Codec]) -> None:
     fields = dataclasses.fields(cls)
     schema = "".join(f"{_schema_type(cls, field)} {field.name}, " for field in fields)
     for name in ("host", "triton"):
-        if not hasattr(cls, name):
+        if inspect.getattr_static(cls, name, None) is None:
             raise TypeError(f"{cls.__name__} must have the back end {name!r} to be registered")
     cls.op_name = cls.__name__.lower()
     cls.config_fields = tuple(field.name for field in fields)

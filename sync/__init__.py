@@ -17,14 +17,14 @@ from .plans.prediction import Prediction
 from .programs.topology import Topology
 from .stats.decisions import Decision
 from .stats.history import Sample
-from .traces.model_trace import ModelTrace
-from .traces.traced_tensors import TraceError
 from .tuning.auto import Auto
 
 if TYPE_CHECKING:
     from .engine.timeline_file import record_timeline
     from .frontends.adam_direction import AdamDirection
     from .frontends.updates.schedule import quadratic_rounds
+    from .traces.model_trace import ModelTrace
+    from .traces.traced_tensors import TraceError
     from .tracing.model_tracing import ModelTracing, trace_model
 
 __all__ = [
@@ -56,7 +56,9 @@ __all__ = [
 
 _LATER = {
     "AdamDirection": ".frontends.adam_direction",
+    "ModelTrace": ".traces.model_trace",
     "ModelTracing": ".tracing.model_tracing",
+    "TraceError": ".traces.traced_tensors",
     "quadratic_rounds": ".frontends.updates.schedule",
     "record_timeline": ".engine.timeline_file",
     "trace_model": ".tracing.model_tracing",

@@ -17,7 +17,7 @@ from bench.lib.budget import Budget
 from gckernels import EFSignSGD
 from gckernels.codec import Backend
 from gckernels.ops.powersgd import host, kernels
-from gckernels.toolkit.quantizer import QuantizerHost
+from gckernels.toolkit.quantizer.host import QuantizerHost
 
 # -------------------------------------------------------------------- bits and memcheck
 

@@ -28,7 +28,12 @@ def install() -> None:
         return OnStreams(cls.host) if is_accelerator(device) else choose(cls, device)
 
     Codec.backend = classmethod(backend)  # type: ignore[assignment, method-assign]
-    powersgd_ops.kernels = _PowerSGD()  # type: ignore[assignment, attr-defined]
+    choose_steps, steps = powersgd_ops.back_end, _PowerSGD()
+
+    def back_end(tensors: Sequence[torch.Tensor]) -> Any:
+        return steps if is_accelerator(tensors[0].device) else choose_steps(tensors)
+
+    powersgd_ops.back_end = back_end
 
 
 def _launch(what: str, tensors: Iterable[torch.Tensor | None], outputs: Iterable[torch.Tensor], work: Work) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..accuracy.accuracy import AccuracyLike
-
 if TYPE_CHECKING:
+    from ..accuracy.accuracy import AccuracyLike
     from .trials.rules import Phase
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gckernels import RandomK, chunk_numel
 from gckernels.ops.randomk import begins, positions
 from gckernels.ops.randomk.header import MAX_WORLD, header, seed_of
-from gckernels.ops.randomk.positions import places_of, reciprocal, start_of
+from gckernels.ops.randomk.positions_kernels import places_of, reciprocal, start_of
 from gckernels.toolkit.random import philox
 from helpers import HOST_PARAM, KERNEL_PARAM, assert_equal, decode, decode_one, encode
 

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...codec import Codec
+from ...codec import Backend, Codec, on_first_use
 from ...compressor import Traits
 from ...registration import register
 from ...toolkit import bitpack
@@ -52,11 +52,21 @@ from ...toolkit.linear import (
 )
 from ...toolkit.payload import PayloadLayout, status_ok
 from ...toolkit.sparsifier.keys import MAGNITUDE
-from .batch_kernels import ChunkTopKTriton
-from .host import ChunkTopKHost, build
 from .pack12 import MAX_GROUP, pack12, packed12_nbytes, unpack12
 
 _NAN_BITS = 0x7FC0  # NaN in bf16
+
+
+def _host() -> Backend:
+    from .host import ChunkTopKHost
+
+    return ChunkTopKHost()
+
+
+def _triton() -> Backend:
+    from .batch_kernels import ChunkTopKTriton
+
+    return ChunkTopKTriton()
 
 
 @register
@@ -158,8 +168,5 @@ class ChunkTopK(Codec):
 
     # ---------------------------------------------------------------- host path and kernels
 
-    host = ChunkTopKHost()
-    triton = ChunkTopKTriton()
-
-    def compile_host(self, recodes: bool = False) -> None:
-        build(self)
+    host = on_first_use(_host)
+    triton = on_first_use(_triton)

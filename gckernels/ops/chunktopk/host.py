@@ -42,6 +42,9 @@ class _Call(ctypes.Structure):
 class ChunkTopKHost(Backend):
     """The algorithm on the CPU, many units in one call."""
 
+    def compile(self, compressor: Any, recodes: bool) -> None:
+        build(compressor)
+
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
         built = build(unit.compressor)
         if built is None:

@@ -32,6 +32,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -44,7 +45,6 @@ from ...toolkit.payload import ALIGN_NBYTES, round_up
 from ...toolkit.values import MAX_INT
 from ..identity import Identity
 from . import ops as _ops  # noqa: F401  defines torch.ops.gckernels.powersgd_*
-from .host import build
 from .reference import MAX_RANK
 
 
@@ -97,12 +97,19 @@ class PowerSGD(Compressor):
         CPU. Few columns are multiplied without tensor cores, but bases are made with those for fp64."""
         if is_accelerator(device):
             return f"PowerSGD by Triton {triton.__version__} on {architecture_of(device)}"
-        if build() is None:
+        if self._host_program() is None:
             return f"PowerSGD by eager torch on a CPU with {torch.backends.cpu.get_cpu_capability()}"
         return ""
 
     def compile_host(self, recodes: bool = False) -> None:
-        build()
+        self._host_program()
+
+    @staticmethod
+    def _host_program() -> Any:
+        """The compiled functions for CPUs; ``None`` if they cannot be compiled."""
+        from .host import build
+
+        return build()
 
     def sides(self, numel: int) -> tuple[int, int]:
         """``(rows, cols)`` of a unit of ``numel`` elements.

@@ -19,7 +19,6 @@ import torch
 from ...arguments import check_added
 from ...codec import GRAD_DTYPES
 from ...devices import is_accelerator
-from . import host, kernels
 from .reference import MAX_RANK
 
 _library = torch.library.Library("gckernels", "FRAGMENT")
@@ -190,7 +189,13 @@ def back_end(tensors: Tensors) -> Any:
     device = tensors[0].device
     if device.type == "meta":
         return _META
-    return kernels if is_accelerator(device) else host
+    if is_accelerator(device):
+        from . import kernels
+
+        return kernels
+    from . import host
+
+    return host
 
 
 def _holding(work: Callable[..., None], *tensors: Tensors) -> Callable[..., None]:

@@ -49,16 +49,26 @@ from dataclasses import dataclass
 
 import torch
 
-from ...codec import Codec
+from ...codec import Backend, Codec, on_first_use
 from ...compressor import Traits
 from ...registration import register
 from ...toolkit.fields import require_ratio
 from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats
 from ...toolkit.random import philox
 from ...toolkit.sparsifier.keys import capacity
-from .batch_kernels import RandomKTriton
 from .header import HEADER_NUMEL, header, seed_of
-from .host import RandomKHost, build
+
+
+def _host() -> Backend:
+    from .host import RandomKHost
+
+    return RandomKHost()
+
+
+def _triton() -> Backend:
+    from .batch_kernels import RandomKTriton
+
+    return RandomKTriton()
 
 
 @register
@@ -111,11 +121,8 @@ class RandomK(Codec):
 
     # ---------------------------------------------------------------- host path and kernels
 
-    host = RandomKHost()
-    triton = RandomKTriton()
-
-    def compile_host(self, recodes: bool = False) -> None:
-        build()
+    host = on_first_use(_host)
+    triton = on_first_use(_triton)
 
 
 def begins(numel: int, k: int, shift: int) -> torch.Tensor:

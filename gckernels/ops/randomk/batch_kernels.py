@@ -31,7 +31,7 @@ from ...toolkit.kernels.launch_batch import LaunchBackend
 from ...toolkit.tiles import chunk_step
 from . import launchers
 from .kernels import _accumulate_kernel, _emit_kernel, decode_tile
-from .positions import NUM_WARPS, TILE, reciprocal
+from .positions_kernels import NUM_WARPS, TILE, reciprocal
 
 _ENCODE_FIELDS = tl.constexpr(16)
 _DECODE_FIELDS = tl.constexpr(13)

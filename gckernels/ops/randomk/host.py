@@ -38,6 +38,9 @@ class _Call(SummableCall):
 class RandomKHost(Backend):
     """The algorithm on the CPU, many units in one call."""
 
+    def compile(self, compressor: Any, recodes: bool) -> None:
+        build()
+
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
         _encoder((unit,), scale, 2**64 - 1)()
 

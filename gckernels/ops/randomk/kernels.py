@@ -20,7 +20,7 @@ from ...toolkit.kernels.seeds import seed_of
 from ...toolkit.numeric import is_finite, to_fp32
 from ...toolkit.tiles import load_tile, remaining, store_tile
 from .header import HEADER_NUMEL, MAX_WORLD, PART_BITS
-from .positions import TILE, find_entries, first_group, places_of, shift_of, start_of
+from .positions_kernels import TILE, find_entries, first_group, places_of, shift_of, start_of
 
 EMITTED_TILE = 1024
 _TILE, _EMITTED_TILE = tl.constexpr(TILE), tl.constexpr(EMITTED_TILE)

@@ -12,7 +12,7 @@ from ...toolkit.sparsifier.keys import require_size
 from ...toolkit.tiles import chunk_step
 from .header import HEADER_NUMEL
 from .kernels import EMITTED_TILE, _accumulate_kernel, _decode_kernel, _emit_kernel
-from .positions import LANES, NUM_WARPS, TILE, reciprocal
+from .positions_kernels import LANES, NUM_WARPS, TILE, reciprocal
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
 

@@ -10,16 +10,26 @@ from dataclasses import dataclass
 
 import torch
 
-from ...codec import Codec
+from ...codec import Backend, Codec, on_first_use
 from ..payload import ALIGN_NBYTES, round_up
-from .batch_kernels import CastTriton
-from .host import CastHost, build
 
 _QUIET_NAN = {
     torch.float32: (torch.int32, 0x7FC00000),
     torch.bfloat16: (torch.int16, 0x7FC0),
     torch.float16: (torch.int16, 0x7E00),
 }
+
+
+def _host() -> Backend:
+    from .host import CastHost
+
+    return CastHost()
+
+
+def _triton() -> Backend:
+    from .batch_kernels import CastTriton
+
+    return CastTriton()
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,5 @@ class CastCompressor(Codec):
 
     # ---------------------------------------------------------------- host path and kernels
 
-    host = CastHost()
-    triton = CastTriton()
-
-    def compile_host(self, recodes: bool = False) -> None:
-        build(self.traits.payload_dtype)
+    host = on_first_use(_host)
+    triton = on_first_use(_triton)

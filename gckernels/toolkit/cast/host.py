@@ -24,6 +24,9 @@ _TEMPLATE = "host.c"
 class CastHost(Backend):
     """Casts on the CPU. Units that are bound together are one call of the C program."""
 
+    def compile(self, compressor: Any, recodes: bool) -> None:
+        build(compressor.traits.payload_dtype)
+
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
         built = build(unit.compressor.traits.payload_dtype)
         if built is None:

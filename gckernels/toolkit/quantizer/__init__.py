@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from ...codec import Codec
+from ...codec import Backend, Codec, on_first_use
 from .. import bitpack, random
 from ..constants import Constants
 from ..payload import PayloadLayout, status_ok, store_floats
-from .batch_kernels import QuantizerTriton
-from .host import QuantizerHost, build
 from .maps import LARGEST, MAX, MIN, PADDING, SUM, Dual, Function, Maps, Shortcut, Statistic
 
 __all__ = [
@@ -37,11 +35,21 @@ __all__ = [
     "Function",
     "MapQuantizer",
     "Maps",
-    "QuantizerHost",
-    "QuantizerTriton",
     "Shortcut",
     "Statistic",
 ]
+
+
+def _host() -> Backend:
+    from .host import QuantizerHost
+
+    return QuantizerHost()
+
+
+def _triton() -> Backend:
+    from .batch_kernels import QuantizerTriton
+
+    return QuantizerTriton()
 
 
 @dataclass(frozen=True)
@@ -158,13 +166,8 @@ class MapQuantizer(Codec):
 
     # ---------------------------------------------------------------- host path and kernels
 
-    host = QuantizerHost()
-    triton = QuantizerTriton()
-
-    def compile_host(self, recodes: bool = False) -> None:
-        build(self, merging=False)
-        if recodes:
-            build(self.shard_compressor, merging=True)
+    host = on_first_use(_host)
+    triton = on_first_use(_triton)
 
 
 @functools.lru_cache(maxsize=65536)  # every step needs the layout of a unit several times

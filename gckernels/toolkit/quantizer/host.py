@@ -59,6 +59,11 @@ class QuantizerHost(Backend):
             return
         _encode(built, _encoding(unit), unit.payload.shape[0])
 
+    def compile(self, compressor: Any, recodes: bool) -> None:
+        build(compressor, merging=False)
+        if recodes:
+            build(compressor.shard_compressor, merging=True)
+
     def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
         built = build(unit.compressor, merging=False)
         if built is None:

@@ -18,13 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...codec import Codec
+from ...codec import Backend, Codec, on_first_use
 from ..fields import require_in, require_ratio
-from ..kernels.sharing import SharingBackend
 from ..payload import PayloadLayout, status_ok
-from . import decode_kernels, encode_kernels
 from .entries import SPAN, VALUE_BITS, EntryFormat, low_bits
-from .host import SparsifierHost, build
 from .keys import RATIO_PARTS, capacity, keys_of, ratio_parts
 from .selection import Selection
 from .states import Accumulation
@@ -32,11 +29,16 @@ from .states import Accumulation
 _PLAIN = Accumulation()
 
 
-class SparsifierTriton(SharingBackend):
-    """Sparsifiers as kernels. Small units that are bound together share launches."""
+def _host() -> Backend:
+    from .host import SparsifierHost
 
-    encode = staticmethod(encode_kernels.encode)
-    decode = staticmethod(decode_kernels.decode)
+    return SparsifierHost()
+
+
+def _triton() -> Backend:
+    from .batch_kernels import SparsifierTriton
+
+    return SparsifierTriton()
 
 
 class Sparsifier(Codec):
@@ -118,8 +120,5 @@ class Sparsifier(Codec):
 
     # ---------------------------------------------------------------- host path and kernels
 
-    host = SparsifierHost()
-    triton = SparsifierTriton()
-
-    def compile_host(self, recodes: bool = False) -> None:
-        build()
+    host = on_first_use(_host)
+    triton = on_first_use(_triton)

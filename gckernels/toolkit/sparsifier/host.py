@@ -33,6 +33,9 @@ _FUNCTIONS = (
 class SparsifierHost(Backend):
     """Sparsifiers on the CPU. Threads share large units, and small ones are encoded by one thread each."""
 
+    def compile(self, compressor: Any, recodes: bool) -> None:
+        build()
+
     def encode(self, unit: Encoding, scale: float = 1.0) -> None:
         _encoder((unit,), scale, 2**64 - 1)()
 
