@@ -55,7 +55,7 @@ from ...registration import register
 from ...toolkit.fields import require_ratio
 from ...toolkit.payload import ALIGN_NBYTES, round_up, store_floats
 from ...toolkit.random import philox
-from ...toolkit.sparsifier.keys import capacity
+from ...toolkit.sparsifier.keys import capacity, ratio_parts
 from .header import HEADER_NUMEL, header, seed_of
 
 
@@ -92,7 +92,7 @@ class RandomK(Codec):
 
     def capacity(self, numel: int) -> int:
         """``k``: entries in the payload of ``numel`` elements, at least one if there are any."""
-        return capacity(numel, self.ratio)
+        return capacity(numel, ratio_parts(self.ratio))
 
     def payload_nbytes(self, numel: int) -> int:
         return 4 * HEADER_NUMEL + round_up(4 * self.capacity(numel), ALIGN_NBYTES)

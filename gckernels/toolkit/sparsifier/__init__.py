@@ -48,12 +48,18 @@ class Sparsifier(Codec):
     ``value_bits``, 32 (fp32), 16 (bf16), 8, 4 or 2. It sets ``selection`` to one of the four in ``selection.py``.
     Sparsifiers with other rules cannot be written outside this package: a rule takes C functions and Triton kernels.
 
+    Attributes:
+        parts: the ratio in units of ``1e-9``.
+        entries: the format of entries in a payload.
+
     Raises:
         ValueError: ``ratio`` or ``value_bits`` is not as above.
         TypeError: ``selection`` is not one of the four.
     """
 
-    if TYPE_CHECKING:  # the fields of subclasses
+    if TYPE_CHECKING:  # the fields of subclasses, and what follows from them
+        parts: int
+        entries: EntryFormat
 
         @property
         def ratio(self) -> float: ...
@@ -75,15 +81,13 @@ class Sparsifier(Codec):
         selection = getattr(self, "selection", None)
         if not isinstance(selection, Selection):
             raise TypeError(f"{self.name}: selection must be Exact, Leading, Sampled or Fixed, got {selection!r}")
+        # every call needs these several times
+        object.__setattr__(self, "parts", ratio_parts(self.ratio))
+        object.__setattr__(self, "entries", EntryFormat(low_bits(self.parts, RATIO_PARTS), self.value_bits))
 
     def capacity(self, numel: int) -> int:
         """``k``: entries that there is room for in the payload of ``numel`` elements, at least one if there are any."""
-        return capacity(numel, self.ratio)
-
-    @property
-    def entries(self) -> EntryFormat:
-        """The format of entries in a payload."""
-        return EntryFormat(low_bits(ratio_parts(self.ratio), RATIO_PARTS), self.value_bits)
+        return capacity(numel, self.parts)
 
     def layout(self, numel: int) -> PayloadLayout:
         """Fields of the payload of ``numel`` elements: ``highs``, ``lows``, ``scales`` (not always), ``values``."""

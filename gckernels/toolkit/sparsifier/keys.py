@@ -32,10 +32,11 @@ def ratio_parts(ratio: float) -> int:
     return max(1, round(ratio * RATIO_PARTS))
 
 
-def capacity(numel: int, ratio: float) -> int:
-    """``ceil(numel * ratio)``; at least one if there are any elements."""
+def capacity(numel: int, parts: int) -> int:
+    """The number of entries for ``numel`` elements and a ratio of so many parts, rounded up: at least one if there are
+    any elements."""
     # in integers, so that 100 times 0.07 is 7, and so that a symbol may stand for numel
-    return -(-numel * ratio_parts(ratio) // RATIO_PARTS)
+    return -(-numel * parts // RATIO_PARTS)
 
 
 def keys_of(values: torch.Tensor) -> torch.Tensor:
