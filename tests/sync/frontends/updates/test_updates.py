@@ -438,3 +438,26 @@ def levels() -> None:
 
 def test_a_plan_with_levels_and_parts():
     values_of(run_ranks(4, levels))
+
+
+def partly_planned() -> None:
+    """Parameters that a plan does not have are averaged exactly, if that is allowed."""
+    model, loop_model = build("Mlp"), build("Mlp")
+    optimizer, loop = adamw(model), adamw(loop_model)
+    plan = sync.uniform_plan(model, "Identity")
+    left = plan.with_units([*plan.units][1:])
+    updates = sync.Updates(optimizer, left, every=2, scale_steps=False)
+    with pytest.raises(sync.PlanError, match="strict=False averages exactly what does not fit"):
+        sync.attach(model, updates)
+    with pytest.warns(UserWarning, match="attach: the plan does not fit the model"):
+        attachment = sync.attach(model, updates, strict=False)
+    other = sync.attach(loop_model, sync.Updates(loop, "Identity", every=2, scale_steps=False))
+    trained(model, optimizer, 4)
+    trained(loop_model, loop, 4)
+    assert on_all(digest(model)) and digest(model) == digest(loop_model)
+    attachment.close()
+    other.close()
+
+
+def test_a_plan_that_leaves_parameters_out():
+    values_of(run_ranks(2, partly_planned))
