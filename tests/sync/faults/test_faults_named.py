@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import time
 from typing import Any
@@ -120,7 +121,8 @@ def test_a_rank_that_is_missing_is_named(front, fault):
     for rank, error in enumerate(_errors(front, fault)):
         if rank != FAULTY:
             assert error.startswith("gckernels: "), error
-            assert "rank 1 has not sent its part of " in error and _names(error), error
+            # on a busy machine another rank may not have said in time that it fails as well
+            assert re.search(r"rank(s 0,|s)? 1(, 2)? ha(s|ve) not sent its part of ", error) and _names(error), error
             assert ("said nothing" if fault == "asleep" else "the connection is closed") in error, error
             assert front == "fsdp" or f"in step {AT}" in error, error
 
