@@ -15,7 +15,7 @@ from gckernels.compressor import Compressor
 from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
 from ..frontends.frontend import ModelFrontend
-from ..frontends.kinds import frontend_of, kind_of
+from ..frontends.kinds import frontend_of
 from ..frontends.members import left_out
 from ..frontends.ownership import end_spent
 from ..frontends.request import UNCOMPRESSED, ModuleOptions, Request
@@ -126,7 +126,7 @@ def attach(
     updates = how if isinstance(how, Updates) else None
     if updates is not None and isinstance(model, DistributedDataParallel):
         model = model.module  # names are those of the module, as elsewhere
-    frontend: type[ModelFrontend] = frontend_of(kind_of(model)) if updates is None else updates.frontend
+    frontend: type[ModelFrontend] = frontend_of(model) if updates is None else updates.frontend
     auto = (how if isinstance(how, Auto) else None) if updates is None else updates.auto
     averaging, everyone = frontend.groups(model, process_group)
     request = Request(

@@ -1,34 +1,88 @@
-"""The kinds of models, and their front ends, each of which is imported when there is a model of its kind."""
+"""The front ends of models, each of which is imported when there is a model that it serves."""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..plans.plan import Frontend
 from .checks.models import is_sharded
 
-_CLASSES = {
-    Frontend.DDP: (".ddp.ddp_frontend", "DdpFrontend"),
-    Frontend.MODULE: (".module.module_frontend", "ModuleFrontend"),
-    Frontend.HSDP: (".sharded.replicated_frontend", "ReplicatedFrontend"),
-    Frontend.FSDP: (".sharded.fully_sharded_frontend", "FullyShardedFrontend"),
-}
+if TYPE_CHECKING:
+    from .frontend import ModelFrontend
+
+
+@dataclass(frozen=True)
+class Served:
+    """The models that a front end serves.
+
+    Attributes:
+        kind: their kind.
+        serves: whether an object is one of them.
+        frontend: returns the front end, a class.
+    """
+
+    kind: Frontend
+    serves: Callable[[object], bool]
+    frontend: Callable[[], type[ModelFrontend]]
+
+
+def served_by(model: object) -> Served:
+    """The first of :data:`SERVED` that serves a model."""
+    return next(each for each in SERVED if each.serves(model))
 
 
 def kind_of(model: object) -> Frontend:
     """The kind of a model; ``MODULE`` if it is none at all, which is refused elsewhere."""
-    if isinstance(model, DistributedDataParallel):
-        return Frontend.DDP
-    if not is_sharded(model):
-        return Frontend.MODULE
-    groups = importlib.import_module(".sharded.shard_groups", __package__).shard_groups(model)
-    return Frontend.HSDP if groups and groups[0].is_replicated else Frontend.FSDP
+    return served_by(model).kind
 
 
-def frontend_of(kind: Frontend) -> Any:
-    """The front end of models of a kind, a subclass of :class:`~.frontend.ModelFrontend`."""
-    module, name = _CLASSES[kind]
-    return getattr(importlib.import_module(module, __package__), name)
+def frontend_of(model: object) -> type[ModelFrontend]:
+    """The front end of a model."""
+    return served_by(model).frontend()
+
+
+def _has_replicas(model: object) -> bool:
+    if not isinstance(model, torch.nn.Module) or not is_sharded(model):
+        return False
+    from .sharded.shard_groups import shard_groups
+
+    groups = shard_groups(model)
+    return bool(groups) and groups[0].is_replicated
+
+
+def _ddp() -> type[ModelFrontend]:
+    from .ddp.ddp_frontend import DdpFrontend
+
+    return DdpFrontend
+
+
+def _replicated() -> type[ModelFrontend]:
+    from .sharded.replicated_frontend import ReplicatedFrontend
+
+    return ReplicatedFrontend
+
+
+def _fully_sharded() -> type[ModelFrontend]:
+    from .sharded.fully_sharded_frontend import FullyShardedFrontend
+
+    return FullyShardedFrontend
+
+
+def _module() -> type[ModelFrontend]:
+    from .module.module_frontend import ModuleFrontend
+
+    return ModuleFrontend
+
+
+SERVED = [
+    Served(Frontend.DDP, lambda model: isinstance(model, DistributedDataParallel), _ddp),
+    Served(Frontend.HSDP, _has_replicas, _replicated),
+    Served(Frontend.FSDP, is_sharded, _fully_sharded),
+    Served(Frontend.MODULE, lambda model: True, _module),
+]
+"""All front ends of gradients, in the order in which they are asked. The last one serves what no other does."""

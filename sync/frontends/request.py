@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,6 @@ from .ownership import averaged_parameters
 _CALLER = "attach"
 UNCOMPRESSED = Identity()
 """The compressor of a request whose plan is found later. Until then the model averages its gradients itself."""
-_SERVED = {
-    Frontend.DDP: "DistributedDataParallel models",
-    Frontend.MODULE: "bare modules",
-    Frontend.HSDP: "models of fully_shard over replicas, or of replicate",
-    Frontend.FSDP: "models of fully_shard without replicas",
-}
 
 
 def uniform_plan(
@@ -87,7 +81,7 @@ def uniform_plan(
         parameters = {name: each for name, each in parameters.items() if name not in ignored}
     refuse_without_shape("uniform_plan", parameters)
     kind = kind_of(unwrapped)
-    sharded = frontend_of(kind) if kind in (Frontend.HSDP, Frontend.FSDP) else None
+    sharded: Any = frontend_of(unwrapped) if kind.traits.shards_on_all is not None else None
     if sharded is not None:
         served = sharded.served(unwrapped)
         parameters = {name: each for name, each in parameters.items() if name in served}
@@ -206,7 +200,7 @@ class Request:
         if self.weights is None:
             return None
         method = as_weights(f"{_CALLER}: weights", self.weights)
-        if self.frontend is not Frontend.FSDP:
+        if not self.frontend.gathers:
             raise ValueError(
                 f"{_CALLER}: weights must be None for a model that is not of fully_shard without replicas, got {method}"
             )
@@ -303,7 +297,7 @@ class Request:
         made_for = plan.made_for
         if made_for is self.frontend or (made_for is None and plan.span == self.frontend.span()):
             return
-        served = "models without shards" if made_for is None else _SERVED[made_for]
+        served = "models without shards" if made_for is None else made_for.traits.models
         if plan.has_launches:
             why = "its units have launches, and other models have their own buckets"
         else:

@@ -15,6 +15,7 @@ class KindTraits:
 
     Attributes:
         name: the name in lists, such as ``"a bare module"``.
+        models: all models of the kind, in sentences.
         launched_in: what its gradients are launched in.
         plain_by: how gradients are averaged while nothing is compressed.
         attached: the model that ``attach`` takes, in sentences.
@@ -26,6 +27,7 @@ class KindTraits:
     """
 
     name: str
+    models: str
     launched_in: str
     plain_by: str
     attached: str
@@ -48,6 +50,7 @@ class Frontend(Enum):
         "ddp",
         KindTraits(
             name="DistributedDataParallel",
+            models="DistributedDataParallel models",
             launched_in="a DDP model's buckets",
             plain_by="by DDP, without a hook",
             attached="the DistributedDataParallel model of the trace",
@@ -58,6 +61,7 @@ class Frontend(Enum):
         "module",
         KindTraits(
             name="a bare module",
+            models="bare modules",
             launched_in="a bare module",
             plain_by="in the buckets of plain steps",
             attached="a bare module",
@@ -69,6 +73,7 @@ class Frontend(Enum):
         "hsdp",
         KindTraits(
             name="HSDP",
+            models="models of fully_shard over replicas, or of replicate",
             launched_in="FSDP's groups of shards over replicas",
             plain_by="by FSDP itself",
             attached="a model of fully_shard with replicas between machines",
@@ -79,6 +84,7 @@ class Frontend(Enum):
         "fsdp",
         KindTraits(
             name="FSDP",
+            models="models of fully_shard without replicas",
             launched_in="FSDP's groups of shards",
             plain_by="by FSDP itself",
             attached="a model of fully_shard over all ranks",

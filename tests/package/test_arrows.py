@@ -7,7 +7,7 @@ import functools
 import graphlib
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,14 +43,16 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
 @functools.cache
 def imported(name: str, path: Path) -> tuple[str, ...]:
     """The dotted names of everything that a module imports, including imports inside functions, those for
-    types, and those by ``importlib``, but for :data:`UPWARDS`."""
-    return (*imports_of(name, path), *(asked_for(name, path) if name not in UPWARDS else ()))
+    types, and those by ``importlib``; of :data:`UPWARDS` only what is imported at once."""
+    if name in UPWARDS:
+        return tuple(imports_of(name, path, ast.parse(path.read_text()).body))
+    return (*imports_of(name, path), *asked_for(name, path))
 
 
-def imports_of(name: str, path: Path) -> Iterator[str]:
-    """The dotted names in the import statements of a module."""
+def imports_of(name: str, path: Path, among: Iterable[ast.AST] | None = None) -> Iterator[str]:
+    """The dotted names in the import statements of a module, or among some of its nodes."""
     package = package_of(name, path)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text())) if among is None else among:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -33,7 +33,7 @@ def ratio_parts(ratio: float) -> int:
 
 
 def capacity(numel: int, parts: int) -> int:
-    """The number of entries for ``numel`` elements and a ratio of so many parts, rounded up: at least one if there are
+    """The number of entries for ``numel`` elements and a ratio in ``parts``, rounded up: at least one if there are
     any elements."""
     # in integers, so that 100 times 0.07 is 7, and so that a symbol may stand for numel
     return -(-numel * parts // RATIO_PARTS)
