@@ -16,6 +16,7 @@ def test_file(path, text):
     assert path.read_text(encoding="utf-8") == text, "run `make tables`"
 
 
+FOUR_BITS = "BlockQuant(bits=4)"
 TRANSFORMER = {"model": "transformer_10m", "network": "2"}
 SENTENCES = [
     ("README.md", r"\*\*([\d.]+) times as fast\*\*", "auto", TRANSFORMER | {"rate": "200mbit"}, ["auto, safe"], True),
@@ -30,6 +31,15 @@ SENTENCES = [
     ),
 ]
 """Figures in sentences: the page, a pattern, the results, the cell, the arms, and whether a figure is a speed-up."""
+
+
+def test_losses_in_the_readme_are_those_of_their_results():
+    with open(ROOT / "bench" / "results" / "cpu" / "convergence.csv", newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == "bytes_lm"]
+    bits = [[float(row["bits_per_byte"]) for row in rows if row["compressor"] == arm] for arm in (FOUR_BITS, "none")]
+    assert [len(each) for each in bits] == [3, 3]
+    (found,) = re.findall(r"ends at ([\d.]+) bits per byte, and at ([\d.]+)", (ROOT / "README.md").read_text())
+    assert [*found] == [f"{sum(each) / 3:.3f}" for each in bits]
 
 
 @pytest.mark.parametrize(("page", "pattern", "results", "cell", "arms", "is_speed_up"), SENTENCES)

@@ -262,4 +262,5 @@ def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, accumulate:
         **aligned(alignment_of(first)),
         Q=kernel_constants(quantizer, adds_to_out=accumulate),
         num_warps=shapes[0].decode_warps,
+        maxnreg=kernels.decode_many_maxnreg(quantizer, first.payloads.shape[0]),
     )

@@ -35,7 +35,7 @@ from .programs import combine_program, decode_program, encode_program, partials_
 TILE = 4096
 PARTIALS, MAX_PARTIALS = 128, 1024
 WHOLE_BLOCK = 128
-_MAXNREG, _MAXNREG_OF_MANY_TERMS, _MAXNREG_OF_RANDOM = 128, 168, 96
+_MAXNREG, _MAXNREG_OF_MANY_TERMS, _MAXNREG_OF_RANDOM, _MAXNREG_OF_SOURCES = 128, 168, 96, 96
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks"])
@@ -262,6 +262,16 @@ def encode_maxnreg(quantizer, has_residual: bool, merging: bool) -> int | None:
         return _MAXNREG_OF_RANDOM if has_residual and quantizer.traits.stochastic else None
     statistic = quantizer.maps.statistic
     return _MAXNREG_OF_MANY_TERMS if statistic and len(statistic.kinds) > 3 else _MAXNREG
+
+
+def decode_many_maxnreg(quantizer, sources: int) -> int | None:
+    """Limit of the registers of a program that decodes one of many units; ``None`` if ptxas chooses.
+
+    By itself, ptxas gives programs that merge numbers of 4 bits and more up to 114 registers, so that an SM holds four
+    of them in place of five. It gives all others fewer than this limit, and would take more if there were one.
+    """
+    is_large = number_form(quantizer) is not None and quantizer.bits >= 4 and (quantizer.block or 0) >= WHOLE_BLOCK
+    return _MAXNREG_OF_SOURCES if sources > 1 and is_large and quantizer.num_stats == 1 else None
 
 
 def residual_form(residual: torch.Tensor | None) -> dict[str, bool]:
