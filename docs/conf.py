@@ -41,7 +41,8 @@ doctest_global_setup = "import torch, gckernels; from gckernels import sync"
 # internal classes in the signatures of public functions, and type variables.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"(AccuracyLike|Checkpoint|Every|Outer|StorageReader|Profile|dist\.ProcessGroup)"),  # for type checkers
+    # imported for type checkers only
+    ("py:class", r"(AccuracyLike|Checkpoint|Every|Outer|StorageReader|Profile|dist\.ProcessGroup)"),
     ("py:class", r"gckernels\.(sync\.)?[a-z_]+\..*"),
     ("py:class", r"tuple\[~gckernels\..*"),  # the alias of programs, written out
     ("py:class", r"numpy\..*"),  # arrays, which only the planner has

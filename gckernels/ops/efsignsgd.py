@@ -77,4 +77,7 @@ class EFSignSGD(MapQuantizer):
     def __post_init__(self) -> None:
         require_block("EFSignSGD", self.block, smallest=128, optional=True)
         require_in("EFSignSGD", "magnitude", self.magnitude, ("mean", "projection"))
-        object.__setattr__(self, "maps", _MEAN if self.magnitude == "mean" else _PROJECTION)
+
+    @property
+    def maps(self) -> Maps:  # type: ignore[override]  # a class attribute in the base
+        return _MEAN if self.magnitude == "mean" else _PROJECTION

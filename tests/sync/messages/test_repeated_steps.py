@@ -50,7 +50,7 @@ def message_of(spec: str, seeds: Seeds, monkeypatch: pytest.MonkeyPatch) -> Mess
         units.append(Unit(plan, torch.randn(plan.numel)))
     communicators: Any = DryCommunicators(0, topology, PLACES)
     if program == POWERSGD:
-        monkeypatch.setattr(powersgd_ops, "host", kernels)
+        monkeypatch.setattr(powersgd_ops, "back_end", lambda tensors: kernels)
         return LowRankMessage(units, communicators, Feedback(PLACES), seeds)
     monkeypatch.setattr(type(method), "host", type(method).triton)
     return EncodedMessage(units, communicators, Feedback(PLACES), seeds)
