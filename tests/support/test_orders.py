@@ -145,10 +145,17 @@ def test_every_order_has_a_test_or_a_reason():
     assert FOUND_BY.keys() | NO_ORDERS.keys() == FOUND.keys()
 
 
+TRIES = 10
+"""On the CPU work that nothing waits for may be done in time by chance, once in three runs of one test."""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(build.reason_against() is not None, reason=str(build.reason_against()))
 @pytest.mark.parametrize("key", FOUND_BY)
 def test_a_test_fails_without_the_order(key: str, tmp_path: Path):
     copy_without(FOUND[key], tmp_path)
-    ended = run_tests(tmp_path, [f"tests/sync/{FOUND_BY[key]}"])
-    assert ended.returncode == 1, ended.stdout[-4000:]  # tests have run, and failed
+    for _ in range(TRIES):
+        ended = run_tests(tmp_path, [f"tests/sync/{FOUND_BY[key]}"])
+        if ended.returncode == 1:  # tests have run, and failed
+            return
+    raise AssertionError(ended.stdout[-4000:])
