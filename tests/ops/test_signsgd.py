@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gckernels import SignSGD
-from gckernels.toolkit.quantizer.kernels import TILE
+from gckernels.toolkit.quantizer.launches import TILE
 from helpers import HOST_PARAM, KERNEL_PARAM, REFERENCE, assert_equal, encode
 
 

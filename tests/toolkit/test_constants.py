@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 import gckernels
 from gckernels.toolkit.constants import Constants
-from gckernels.toolkit.quantizer.kernels import kernel_constants
+from gckernels.toolkit.quantizer.launches import kernel_constants
 
 
 def test_constants_are_equal_by_their_text_and_cannot_be_changed():

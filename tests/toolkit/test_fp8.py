@@ -10,7 +10,7 @@ import triton.language as tl
 import gckernels
 from gckernels.toolkit import fp8
 from gckernels.toolkit.constants import Constants
-from gckernels.toolkit.quantizer.kernels import kernel_constants
+from gckernels.toolkit.quantizer.launches import kernel_constants
 from helpers import HAS_GPU, assert_equal
 from processes import output_of
 

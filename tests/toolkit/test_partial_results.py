@@ -9,17 +9,17 @@ from gckernels import TBQ, EFSignSGD, LinearQuant, Natural, OneBit
 from gckernels.codec import Encoding
 from gckernels.testing.agreement import assert_payloads_equal
 from gckernels.toolkit.kernels.launch import record_launches
-from gckernels.toolkit.quantizer import kernels
+from gckernels.toolkit.quantizer import launches as shapes
 from helpers import KERNEL, KERNEL_PARAM, encode, interpreted
 
 COMPRESSORS = [EFSignSGD(block=None), OneBit(block=None), LinearQuant()]
-SIZES = (5 * kernels.TILE - 7, 4 * kernels.TILE)
+SIZES = (5 * shapes.TILE - 7, 4 * shapes.TILE)
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Programs that encode reduce two partial results at most."""
-    monkeypatch.setattr(kernels, "PARTIALS", 2)
+    monkeypatch.setattr(shapes, "PARTIALS", 2)
 
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
@@ -50,13 +50,13 @@ def test_one_more_launch_combines_them():
             KERNEL.backend(compressor).encode(Encoding(compressor, torch.empty(numel), None, payload, 0, numel))
         return [launch.name for launch in recorded]
 
-    assert launches(2 * kernels.TILE) == ["_partials_kernel", "_encode_kernel"]
-    assert launches(3 * kernels.TILE) == ["_partials_kernel", "_combine_kernel", "_encode_kernel"]
+    assert launches(2 * shapes.TILE) == ["_partials_kernel", "_encode_kernel"]
+    assert launches(3 * shapes.TILE) == ["_partials_kernel", "_combine_kernel", "_encode_kernel"]
 
 
 def test_without_a_statistic_there_is_nothing_to_combine():
     for compressor in (Natural(), TBQ(), EFSignSGD()):
-        numel = 3 * kernels.TILE
+        numel = 3 * shapes.TILE
         payload = torch.empty(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
         with record_launches() as recorded:
             KERNEL.backend(compressor).bind_encodes(

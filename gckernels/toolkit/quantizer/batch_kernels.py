@@ -35,7 +35,15 @@ from ..kernels.launch import BoundLaunch, bind_launch
 from ..kernels.seeds import seed_of
 from ..tiles import chunk_step
 from . import kernels
-from .kernels import Shape, kernel_constants, payload_shape
+from .launches import (
+    MAX_PARTIALS,
+    Shape,
+    decode_many_maxnreg,
+    encode_maxnreg,
+    kernel_constants,
+    payload_shape,
+    residual_form,
+)
 from .programs import combine_program, decode_program, encode_program, partials_program
 
 _ENCODE_FIELDS = tl.constexpr(16)
@@ -217,7 +225,7 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: t
     partials = torch.empty(places[-1] + sum(results), dtype=torch.float32, device=device)
     tiles = [(shape.encode_tiles, unit.chunks) for unit, shape in zip(units, shapes, strict=True)]
     table = Table(tiles, encoded, device)
-    kept, merging = kernels.residual_form(first.residual), first.source.dtype == torch.uint8
+    kept, merging = residual_form(first.residual), first.source.dtype == torch.uint8
     num_warps = shapes[0].encode_warps(quantizer, first.source.dtype, kept["has_residual"])
     width = shapes[0].partials_width
     common = {"DTYPE": DTYPES[first.source.dtype], **aligned(first.alignment), "num_warps": num_warps}
@@ -231,11 +239,11 @@ def _encode_group(quantizer: Any, units: Sequence[_Unit], scale: float, added: t
     if combines:
         numbers = zip(places, combined, (shape.num_partials for shape in shapes), strict=False)
         combining = Table([(1, unit.chunks) for unit in units], [*numbers], device)
-        of_all = kernel_constants(quantizer, partials_width=kernels.MAX_PARTIALS)
+        of_all = kernel_constants(quantizer, partials_width=MAX_PARTIALS)
         reducing.append(bind_launch(_combine_batch_kernel, combining.grid, *combining.args, partials, Q=of_all))
     encoding = bind_launch(
         *(_encode_batch_kernel, table.grid, *table.args, partials, first.sources, scale, added),
-        maxnreg=kernels.encode_maxnreg(quantizer, kept["has_residual"], merging),
+        maxnreg=encode_maxnreg(quantizer, kept["has_residual"], merging),
         **common,
         Q=constants(partials_width=width),
     )
@@ -262,5 +270,5 @@ def _decode(quantizer: Any, units: Sequence[Decoding], scale: float, accumulate:
         **aligned(alignment_of(first)),
         Q=kernel_constants(quantizer, adds_to_out=accumulate),
         num_warps=shapes[0].decode_warps,
-        maxnreg=kernels.decode_many_maxnreg(quantizer, first.payloads.shape[0]),
+        maxnreg=decode_many_maxnreg(quantizer, first.payloads.shape[0]),
     )

@@ -1,7 +1,7 @@
 """The work of one program of each kernel: partial results of a chunk's statistic, encoding or decoding of a tile.
 
 A program gets its arguments from the launch (``kernels.py``) or from a table (``batch_kernels.py``). ``Q`` holds the
-compile-time arguments, see :func:`.kernels.kernel_constants`.
+compile-time arguments, see :func:`.launches.kernel_constants`.
 """
 
 from __future__ import annotations

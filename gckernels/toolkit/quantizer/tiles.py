@@ -1,7 +1,7 @@
 """Functions that kernels call for a tile: its statistics, and the merging of payloads.
 
 A tile is ``[rows, block]`` elements; the first ``here`` are inside the chunk. ``Q`` holds the compile-time
-arguments, see :func:`.kernels.kernel_constants`.
+arguments, see :func:`.launches.kernel_constants`.
 """
 
 from __future__ import annotations

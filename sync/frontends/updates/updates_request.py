@@ -33,6 +33,9 @@ Outer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 PLAIN_MEAN: Outer = functools.partial(torch.optim.SGD, lr=1.0)
 """The outer optimizer that adds the mean of the updates to the anchors."""
 _CALLER = "attach"
+_OF_GRADIENTS = ("memory_budget_mb", "can_discard", "weights")
+_OPTIONS_OF_GRADIENTS = ("bucket_cap_mb", "find_unused_parameters")
+"""The settings of a request, and those of its options, that are for gradients alone."""
 SCALED_ROUND = 4
 """The number of steps of a round up to which factors of steps make up for what exact updates lose
 (``bench/training/updates.py``)."""
@@ -102,16 +105,11 @@ class UpdatesRequest(Request):
 
     def check_settings(self) -> None:
         super().check_settings()
-        of_gradients = {
-            "memory_budget_mb": (self.memory_budget_mb, None),
-            "can_discard": (self.can_discard, False),
-            "weights": (self.weights, None),
-            "bucket_cap_mb": (self.options.bucket_cap_mb, None),
-            "find_unused_parameters": (self.options.find_unused_parameters, False),
-        }
-        for name, (value, default) in of_gradients.items():
-            if value is not default:
-                raise ValueError(f"{_CALLER}: {name} must be {default} with Updates, got {value!r}")
+        for given, names in ((self, _OF_GRADIENTS), (self.options, _OPTIONS_OF_GRADIENTS)):
+            for name in names:
+                value, default = getattr(given, name), getattr(type(given), name)
+                if value is not default:
+                    raise ValueError(f"{_CALLER}: {name} must be {default} with Updates, got {value!r}")
         for scaler in self.scalers:
             if not isinstance(scaler, GradScaler):
                 got = type(scaler).__name__
