@@ -44,8 +44,9 @@ class Attachment:
         self._parking = Parking(frontend, request, self._listeners)
         self._changes = PlanChanges(frontend, self._parking)
         self._tuning: Tuning | None = None
+        self._listeners.parts = (self._figures.end_step, self._changes.end_step)
         try:
-            calls = FrontendCalls(self._end_step, self._meet_uneven_steps, self._parking.deliver, self.close)
+            calls = FrontendCalls(self._listeners.end_step, self._meet_uneven_steps, self._parking.deliver, self.close)
             frontend.open(calls)
         except BaseException:  # DDP has reasons that no check knows
             self.close()
@@ -77,14 +78,7 @@ class Attachment:
         self._changes.close()
         self._frontend.close()
         self._parking.close()
-
-    def _end_step(self, has_inputs: bool) -> None:
-        """Note the end of a step, continue a change of the plan, and call the listeners. All ranks are here
-        together."""
-        self._figures.end_step()
-        self._changes.end_step(has_inputs)
-        for listener in self._listeners.functions if has_inputs else ():
-            listener()
+        self._listeners.clear()
 
     def _meet_uneven_steps(self, may_abandon: bool) -> None:
         if self._tuning is not None:
@@ -158,10 +152,12 @@ class Attachment:
             RuntimeError: a rank is in the middle of a round, or some have averaged with others in the meantime. It is
                 raised on all ranks.
         """
+        if (elastic := self._frontend.elastic) is None:
+            raise RuntimeError("regroup: needs an attachment with sync.Updates; this one averages gradients")
         if self._tuning is not None:
             self._tuning.close()
         self._changes.abandon()
-        self._frontend.regroup(ranks, self._parking.park)
+        elastic.regroup(ranks, self._parking.park)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""

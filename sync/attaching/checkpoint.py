@@ -121,7 +121,7 @@ class Checkpoint:
 
     def _saved(self) -> dict[str, Any]:
         runtime = self._runtime
-        own = saved_states(self._training.frontend.state_dict(), runtime.rank)
+        own = saved_states(self._training.own_state(), runtime.rank)
         state = runtime.state_dict(_CPU)
         parking = self._training.parking
         parts, sizes = parking.state_dict(_CPU), parking.sizes

@@ -44,8 +44,13 @@ class SavedTraining:
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank."""
         parked = self.parking.state_dict()
-        own = self.frontend.state_dict()  # waits for what is on its way
+        own = self.own_state()  # waits for what is on its way
         return self.frontend.runtime.state_dict() | ({"parked": parked} if parked else {}) | own | self.notes()
+
+    def own_state(self) -> dict[str, Any]:
+        """The entries of a state that the front end of the model keeps; none for most models."""
+        elastic = self.frontend.elastic
+        return {} if elastic is None else elastic.state_dict()
 
     def load_state_dict(self, state: Any, together: bool = False) -> None:
         """Continue from a state, or from those of all ranks.
@@ -101,7 +106,8 @@ class SavedTraining:
         text, figures = job.notes.get("journal"), self._figures
         journal = figures.journal if text is None else Journal.from_text(text)
         take_tuning = None if self._tuning is None else self._tuning.read(job)
-        take_own = self.frontend.read(states) if states else None
+        elastic = self.frontend.elastic
+        take_own = elastic.read(states) if elastic is not None and states else None
 
         def take() -> None:
             figures.journal = journal

@@ -8,7 +8,7 @@ FSDP2 (:mod:`.sharded`); one averages updates in place of gradients (:mod:`.upda
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,26 +17,19 @@ import torch
 import torch.distributed as dist
 
 from ..engine.runtime import Runtime
-from ..plans.plan import Frontend, Plan, UnitPlan
+from ..plans.plan import Frontend, Plan
 from ..plans.strides import in_reals
+from .abilities import Elastic, Traceable
 from .ownership import Claim, keep_alive
 from .request import Request
-
-Before = Callable[[Sequence[Sequence[torch.Tensor]]], None]
-"""A function that is called before gradients are averaged, with the parameters of every bucket of them."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The overlap of backward and communication in a step.
+    """The overlap of backward and communication in a step."""
 
-    Attributes:
-        hidden_s: seconds of communication during backward.
-        exposed_s: seconds of waiting after backward.
-    """
-
-    hidden_s: float
-    exposed_s: float
+    hidden_s: float  # seconds of communication during backward
+    exposed_s: float  # seconds of waiting after backward
 
 
 @dataclass(frozen=True)
@@ -186,18 +179,6 @@ class ModelFrontend(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which gradients are accumulated without being averaged."""
 
-    def launch_late(self, before: Before | None) -> None:
-        """Send gradients when backward has ended, so that nothing is sent beside it, from the next step on; without
-        ``before`` do so no longer. The plan that runs compresses nothing.
-
-        Args:
-            before: called before gradients are averaged.
-
-        Raises:
-            NotImplementedError: the model cannot be traced.
-        """
-        raise NotImplementedError
-
     # ---------------------------------------------------------------- changes of the plan
 
     @abstractmethod
@@ -243,20 +224,6 @@ class ModelFrontend(ABC):
     def abandon(self) -> None:  # noqa: B027 (most begin nothing)
         """Forget what :meth:`is_ready` has begun, because its runtime will not follow."""
 
-    def regroup(self, ranks: Sequence[int] | None, park: Callable[[Sequence[UnitPlan]], None]) -> None:
-        """Average over other ranks from the next step on. Collective over them.
-
-        Args:
-            ranks: the ranks of the default group; ``None`` to average with nobody.
-            park: keeps what the residuals of units hold, until it can be sent.
-
-        Raises:
-            RuntimeError: the front end cannot, or the state of some ranks does not allow it. Every rank raises.
-        """
-        raise RuntimeError("regroup: ranks come and go where updates are averaged (sync.Updates), not gradients")
-
-    # ---------------------------------------------------------------- checkpoints
-
     def settle(self) -> None:
         """Wait until nothing is on its way. Called before anything replaces the state or the plan.
 
@@ -264,21 +231,6 @@ class ModelFrontend(ABC):
             RuntimeError: what was on its way has failed.
         """
         self.runtime.settle()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The entries of a checkpoint of this rank beside the state of its runtime; none for most models."""
-        return {}
-
-    def read(self, states: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-        """A function that continues from what :meth:`state_dict` has added to states, which the runtime has checked.
-
-        Args:
-            states: the state of this rank, or those of all ranks of a job.
-
-        Raises:
-            ValueError: the states do not fit the model.
-        """
-        return _nothing
 
     # ---------------------------------------------------------------- for some models only
 
@@ -293,14 +245,14 @@ class ModelFrontend(ABC):
         return False
 
     @property
-    def can_be_traced(self) -> bool:
-        """Whether steps of the model can be recorded, of which predictions are made; see :meth:`launch_late`."""
-        return True
+    def traceable(self) -> Traceable | None:
+        """This front end, if steps of the model can be recorded."""
+        return None
 
     @property
-    def groups_to_trace(self) -> Sequence[Any]:
-        """The groups of parameters of a model of FSDP2, whose collectives a recording watches."""
-        return ()
+    def elastic(self) -> Elastic | None:
+        """This front end, if ranks may come and go."""
+        return None
 
     @property
     def can_agree(self) -> bool:

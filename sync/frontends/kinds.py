@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Served:
-    """The models that a front end serves.
+    """The models that a front end serves."""
 
-    Attributes:
-        kind: their kind.
-        serves: whether an object is one of them.
-        frontend: returns the front end, a class.
-    """
-
-    kind: Frontend
-    serves: Callable[[object], bool]
-    frontend: Callable[[], type[ModelFrontend]]
+    kind: Frontend  # their kind
+    serves: Callable[[object], bool]  # whether an object is one of them
+    frontend: Callable[[], type[ModelFrontend]]  # returns the front end, a class
 
 
 def served_by(model: object) -> Served:

@@ -11,30 +11,19 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class KindTraits:
-    """The abilities of a kind of model, and its words.
+    """The abilities of a kind of model, and its words."""
 
-    Attributes:
-        name: the name in lists, such as ``"a bare module"``.
-        models: all models of the kind, in sentences.
-        launched_in: what its gradients are launched in.
-        plain_by: how gradients are averaged while nothing is compressed.
-        attached: the model that ``attach`` takes, in sentences.
-        is_wrapped: whether a wrapper averages the gradients, and leaves out parameters by a list of its own.
-        plans_launches: whether the plan says which units are launched together; else the wrapper does.
-        copies_buckets: whether averaged gradients are copied out of buckets, unless they are views of these.
-        shards_on_all: whether shards of the parameters are on all ranks, so that means end in shards and parameters are
-            gathered; ``False`` if there are replicas of the shards; ``None`` if there are no shards.
-    """
-
-    name: str
-    models: str
-    launched_in: str
-    plain_by: str
-    attached: str
-    is_wrapped: bool = True
-    plans_launches: bool = False
-    copies_buckets: bool = False
+    name: str  # the name in lists, such as "a bare module"
+    models: str  # all models of the kind, in sentences
+    launched_in: str  # the place where its gradients are launched
+    plain_by: str  # how gradients are averaged while nothing is compressed
+    attached: str  # the model that `attach` takes, in sentences
+    is_wrapped: bool = True  # whether a wrapper averages the gradients, and leaves out parameters by its own list
+    plans_launches: bool = False  # whether the plan says which units are launched together; else the wrapper does
+    copies_buckets: bool = False  # whether averaged gradients are copied out of buckets, unless they are views of these
     shards_on_all: bool | None = None
+    """Whether shards of the parameters are on all ranks, so that means end in shards and parameters are gathered;
+    ``False`` if there are replicas of the shards; ``None`` if there are no shards."""
 
 
 class Frontend(Enum):

@@ -38,7 +38,7 @@ class Figures:
         if self._frontend.rank == 0 or decision.level >= logging.WARNING:
             LOGGER.log(decision.level, "gckernels: %s", decision.text)
 
-    def end_step(self) -> None:
+    def end_step(self, _: bool) -> None:
         """Note the end of a synchronised step. Called on every rank, and communicates nothing."""
         journal, sent_nbytes = self.journal, self._frontend.runtime.last_sent_nbytes
         is_due = journal.end_step(self._plain_nbytes() if sent_nbytes is None else sent_nbytes)

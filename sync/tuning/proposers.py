@@ -39,7 +39,7 @@ def proposers_of(training: TunedTraining, propose: Callable[[TunedTraining], Pro
         training: the training.
         propose: returns another proposer; ``None`` for uniform plans alone.
     """
-    if propose is None or not training.frontend.can_be_traced:
+    if propose is None or training.frontend.traceable is None:
         return (UniformPlans(training),)
     return UniformPlans(training), propose(training)
 

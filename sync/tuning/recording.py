@@ -10,6 +10,7 @@ import torch
 from gckernels.compressor import Compressor
 
 from ..communication.agreement import Failure, together
+from ..frontends.abilities import Traceable
 from ..traces.model_trace import ModelTrace
 from ..tracing.model_tracer import ModelTracer
 from .trials.rules import RECORDED, WARMUP
@@ -24,11 +25,13 @@ class StepRecording:
 
     Args:
         training: the training.
+        traceable: lets its steps be recorded.
         model: a reference to the model that was given, which is not kept.
     """
 
-    def __init__(self, training: TunedTraining, model: weakref.ref[torch.nn.Module]) -> None:
-        self._training, self._frontend, self._model = training, training.frontend, model
+    def __init__(self, training: TunedTraining, traceable: Traceable, model: weakref.ref[torch.nn.Module]) -> None:
+        self._training, self._traceable, self._model = training, traceable, model
+        self._frontend = training.frontend
         self._recorder: ModelTracer | None = None
 
     def close(self) -> None:
@@ -36,7 +39,7 @@ class StepRecording:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
-            self._frontend.launch_late(None)
+            self._traceable.launch_late(None)
 
     def trace(self, methods: Sequence[Compressor]) -> Steps[ModelTrace | Failure]:
         """A trace of the next steps, which must be plain ones, with the errors of some compressors."""
@@ -45,7 +48,7 @@ class StepRecording:
         if isinstance(recorder, Failure):
             self.close()
             return recorder
-        frontend.launch_late(recorder.before_averaging)  # on all ranks or on none
+        self._traceable.launch_late(recorder.before_averaging)  # on all ranks or on none
         is_done = False
         for _ in range(LONGEST):
             yield
@@ -66,6 +69,6 @@ class StepRecording:
             raise RuntimeError("the model is gone")
         self._training.checked(self._training.plan)  # a hook of somebody else may have come
         parameters, (group, device) = frontend.sent_parameters(), (frontend.group, frontend.device)
-        groups = frontend.groups_to_trace
+        groups = self._traceable.groups_to_trace
         self._recorder = ModelTracer(model, parameters, group, device, RECORDED, WARMUP, groups=groups)
         return self._recorder

@@ -300,12 +300,12 @@ class Tuner:
 
     def _traced(self, stage: Phase) -> Steps[ModelTrace]:
         """A trace of the next steps, or the model without times and errors if they cannot be recorded."""
-        if not self._training.frontend.can_be_traced:
+        if (traceable := self._training.frontend.traceable) is None:
             return self._model
         if self._recording is None:
             from . import recording
 
-            self._recording = recording.StepRecording(self._training, self._given)
+            self._recording = recording.StepRecording(self._training, traceable, self._given)
         trace = yield from self._recording.trace(stage.methods)
         if isinstance(trace, Failure):
             self._say_failed(trace.text, "plans that need no recording")

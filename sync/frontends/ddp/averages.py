@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gckernels.devices import future_on
 
 from ...engine.failures import FailedBucket, Outcome, failure
-from ..frontend import Before
+from ..abilities import Before
 from .step_ends import in_join
 
 

@@ -25,9 +25,10 @@ from ...engine.runtime import Runtime
 from ...plans.plan import Frontend, Plan
 from ...plans.strides import in_reals
 from ...programs.sizes import allreduce_sent_nbytes
+from ..abilities import Before
 from ..checks.hooks import weakly
 from ..checks.models import ddp_parameters, on_accumulated, on_accumulated_last, watch_for_sparse_gradients
-from ..frontend import Before, ModelFrontend, Overlap
+from ..frontend import ModelFrontend, Overlap
 from ..members import Members
 from ..ownership import attached
 from ..request import Request
@@ -288,6 +289,14 @@ class DdpFrontend(ModelFrontend):
     def follow_steps(self, wanted: bool) -> None:
         self._wants_steps = wanted
         self._follow()
+
+    @property
+    def traceable(self) -> DdpFrontend:
+        return self
+
+    @property
+    def groups_to_trace(self) -> tuple[()]:
+        return ()
 
     def launch_late(self, before: Before | None) -> None:
         ddp_model, was_late, self._is_late = self._model(), self._is_late, before is not None

@@ -14,8 +14,8 @@ from gckernels.devices import is_accelerator
 from ...communication.agreement import named
 from ...engine.failures import Outcome, wait_for
 from ...engine.runtime import Runtime
+from ..abilities import Before
 from ..checks.hooks import weakly
-from ..frontend import Before
 from ..members import Members, listed
 from ..ownership import refuse_wrapped
 from .buckets import Bucket, Layouts, Slot

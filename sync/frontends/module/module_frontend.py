@@ -17,8 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...engine.runtime import Runtime
 from ...plans.buckets import BUCKET_NBYTES
 from ...plans.plan import Frontend, Plan
+from ..abilities import Before
 from ..checks.hooks import weakly
-from ..frontend import Before, ModelFrontend
+from ..frontend import ModelFrontend
 from ..members import Members, own_names
 from ..request import Request
 from .backward import Backward
@@ -105,6 +106,14 @@ class ModuleFrontend(ModelFrontend):
         self.averaged_nbytes = backward.nbytes
 
     # ---------------------------------------------------------------- steps
+
+    @property
+    def traceable(self) -> ModuleFrontend:
+        return self
+
+    @property
+    def groups_to_trace(self) -> tuple[()]:
+        return ()
 
     def launch_late(self, before: Before | None) -> None:
         self._backward.before_late = before

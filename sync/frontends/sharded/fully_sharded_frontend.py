@@ -35,6 +35,7 @@ from ...programs.named import default_program, exact_program
 from ...programs.spans import SHARD_OF_LEVELS
 from ...programs.topology import Topology
 from ...states.parts import ModelPart
+from ..abilities import Before
 from ..checks.hooks import weakly
 from ..request import Request
 from .gathers import Gathers
@@ -247,6 +248,17 @@ class FullyShardedFrontend(ShardedFrontend):
         if self._gathers is not None:
             self._gathered_nbytes = self._gathers.end_step()
         super()._end_step()
+
+    @property
+    def traceable(self) -> FullyShardedFrontend:
+        return self
+
+    @property
+    def groups_to_trace(self) -> Sequence[ShardGroup]:
+        return self._groups
+
+    def launch_late(self, before: Before | None) -> None:
+        pass  # a recording lets FSDP send one group after the other
 
     def gather_stats(self) -> dict[str, float]:
         copied = 0 if self._gathers is None else self._gathers.copied_nbytes()

@@ -28,7 +28,10 @@ from .stand_ins import ReplicaGroup
 
 
 class ReplicatedFrontend(ShardedFrontend):
-    """The groups of parameters of a model whose shards are averaged over replicas. Construction is collective."""
+    """The groups of parameters of a model whose shards are averaged over replicas. Construction is collective.
+
+    Its steps are not recorded, because trials do not measure what the ranks of a machine send one another.
+    """
 
     kind = Frontend.HSDP
 
@@ -38,10 +41,6 @@ class ReplicatedFrontend(ShardedFrontend):
 
     def _stand_in(self, index: int, group: ShardGroup) -> None:
         group.replicas = ReplicaGroup(group.replicas, functools.partial(weakly(self.average), index))
-
-    @property
-    def can_be_traced(self) -> bool:
-        return False  # trials do not measure what the ranks of a machine send one another
 
     @property
     def _rows_of_bucket(self) -> int:

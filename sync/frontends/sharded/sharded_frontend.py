@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...plans.grouping import PlacedUnit
 from ...plans.plan import Plan, UnitPlan
 from ...programs.lanes import SHARD_BUFFERS
 from ..checks.hooks import weakly
-from ..frontend import Before, ModelFrontend
+from ..frontend import ModelFrontend
 from ..request import Request
 from .announcements import Announcements
 from .shard_buffers import ShardBuffer
@@ -291,13 +291,6 @@ class ShardedFrontend(ModelFrontend):
         else:
             self.runtime.step += 1
         self.calls.end_step(True)
-
-    @property
-    def groups_to_trace(self) -> Sequence[ShardGroup]:
-        return self._groups
-
-    def launch_late(self, before: Before | None) -> None:
-        pass  # a recording lets FSDP send one group after the other
 
     @property
     def averages_now(self) -> bool:

@@ -97,8 +97,8 @@ class UpdatesFrontend(UpdatesState):
         return contextlib.nullcontext()
 
     @property
-    def can_be_traced(self) -> bool:
-        return False
+    def elastic(self) -> UpdatesFrontend:
+        return self
 
     # ---------------------------------------------------------------- changes of the plan
 
