@@ -1,4 +1,5 @@
-"""Model traces of training scripts that know nothing of it: the first model of DDP or FSDP2 of a script is measured."""
+"""Measurements in training scripts that know nothing of them: the first model of DDP or FSDP2 of a script is
+measured."""
 
 from __future__ import annotations
 
@@ -9,86 +10,94 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..traces.model_trace import ModelTrace
-from .model_tracing import ModelTracing
-
 _FAILED = " failed with "
 
 
 class ScriptError(RuntimeError):
-    """Raised if a script has ended before its model was recorded; the message says why."""
+    """Raised if a script has ended before its model was measured; the message says why."""
 
 
-class _Recorded(BaseException):  # so that no "except Exception" of the script catches it
-    """Raised in the script's next forward when everything is recorded."""
+class _Measured(BaseException):  # so that no "except Exception" of the script catches it
+    """Raised in the script's next forward when everything is measured."""
 
 
-def trace_of_script(
+class Measurement(Protocol):
+    """A measurement of a training, which ends by itself."""
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is measured."""
+
+    def close(self) -> None:
+        """End it; without effect if it has ended."""
+
+
+M = TypeVar("M", bound=Measurement)
+R = TypeVar("R")
+
+
+def measured_in_script(
     script: str,
     arguments: Sequence[str],
-    begin: Callable[[torch.nn.Module], ModelTracing],
+    begin: Callable[[torch.nn.Module], M],
+    result: Callable[[M], R],
     *,
     is_module: bool = False,
     goes_on: bool = False,
-) -> ModelTrace:
-    """Run a training script and return the trace of its first DDP model or model of FSDP2. Every rank of torchrun calls
-    it; without torchrun the script runs as the only rank.
+) -> R:
+    """Run a training script and return what is measured of its first DDP model or model of FSDP2. Every rank of
+    torchrun calls it; without torchrun the script runs as the only rank.
 
     Args:
         script: the path of the script, or the name of a module.
         arguments: the script's own arguments.
-        begin: begins to trace the model, when the script has made it, or in the first forward of a model of FSDP2.
+        begin: begins to measure the model, when the script has made it, or in the first forward of a model of FSDP2.
+        result: returns what has been measured, or raises a RuntimeError that says how far the measurement is.
         is_module: whether ``script`` is the name of a module.
-        goes_on: whether the script runs to its end; otherwise it is ended at the first forward after the recording.
+        goes_on: whether the script runs to its end; otherwise it is ended at the first forward when all is measured.
 
     Raises:
-        ScriptError: there is no trace when the script ends.
+        ScriptError: the measurement is not done when the script ends.
     """
-    recordings: list[ModelTracing] = []
+    begun: list[M] = []
 
     def made(model: torch.nn.Module) -> None:
-        if recordings:
+        if begun:
             return  # a second model
-        recordings.append(begin(model))
+        begun.append(begin(model))
         if not goes_on:
             model.register_forward_pre_hook(stop_when_done)
 
     def stop_when_done(*_: Any) -> None:
-        if recordings[0].done:
-            raise _Recorded
+        if begun[0].done:
+            raise _Measured
 
     try:
         ended = _run(script, arguments, made, is_module)
-        if not recordings and ended.startswith(_FAILED):
+        if not begun and ended.startswith(_FAILED):
             raise ScriptError(f"{script}{ended}")
-        if not recordings:
+        if not begun:
             kinds = "DistributedDataParallel model, and trained none of fully_shard"
             raise ScriptError(f"{script}{ended} has made no {kinds}")
-        if not recordings[0].done:
-            raise ScriptError(f"{script}{ended}: {_progress(recordings[0])}")
-        return recordings[0].trace
+        try:
+            return result(begun[0])
+        except RuntimeError as error:
+            progress = str(error).partition(";")[0].removeprefix("recording: ")
+            raise ScriptError(f"{script}{ended}: {progress}") from None
     finally:
-        for recording in recordings:
-            recording.close()
-        recordings.clear()
+        for each in begun:
+            each.close()
+        begun.clear()
         gc.collect()  # DDP's model first: one that outlives its group can abort the process at its end
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def _progress(recording: ModelTracing) -> str:
-    """How many steps are recorded, as the error of a recording without a trace says it."""
-    try:
-        return str(recording.trace)
-    except RuntimeError as error:
-        return str(error).partition(";")[0].removeprefix("recording: ")
 
 
 def _run(script: str, arguments: Sequence[str], made: Callable[[torch.nn.Module], None], is_module: bool) -> str:
@@ -104,7 +113,7 @@ def _run(script: str, arguments: Sequence[str], made: Callable[[torch.nn.Module]
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-    except _Recorded:
+    except _Measured:
         pass
     except SystemExit as error:
         if error.code not in (None, 0):

@@ -17,7 +17,7 @@ from gckernels.planner.drafts.problem import shards_of
 from gckernels.sync.frontends.sharded.shard_groups import shard_groups
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.traces.traced_tensors import Role, TracedGather, TracedTensor, TraceError
-from gckernels.sync.tracing.script import trace_of_script
+from gckernels.sync.tracing.script import measured_in_script
 from ranks import run_ranks, values_of
 from sharded_models import SETTINGS, adamw, digest, model_of, split, train
 
@@ -156,7 +156,7 @@ raise RuntimeError("nobody has ended it")
 
 def of_script(path: str) -> str:
     begin = functools.partial(sync.trace_model, steps=2, warmup=1, compressors=[])
-    return trace_of_script(path, [], begin).to_text()
+    return measured_in_script(path, [], begin, lambda recording: recording.trace).to_text()
 
 
 def test_the_first_model_of_a_script_is_recorded(tmp_path):
