@@ -20,6 +20,7 @@ from .common.outcome import CommandError, Exit, Outcome, wrong_use
 
 SHOWS_TRACEBACK = "GCKERNELS_TRACEBACK"
 VERBS: Mapping[str, str] = {
+    "advise": "measure in a training script what each way of averaging takes, and say which line to add",
     "trace": "measure steps of a training script, for plans",
     "profile": "measure what collectives and compressors cost on the ranks of torchrun",
     "plan": "choose a plan for a model on a machine, and say whether it pays, here and elsewhere",
