@@ -1,8 +1,7 @@
 """The policy ``auto``: options, parts, channels, launches and places together, from the best plans of other policies.
 
 Estimates (:mod:`~gckernels.planner.search.search`) guide the search. The timeline judges the plans of all other
-policies and the best ones of the search, and only its judgement decides. The policy ``bound`` is its limit, on a
-machine whose codecs take no time.
+policies and the best ones of the search, and only its judgement decides.
 """
 
 from __future__ import annotations
@@ -13,20 +12,15 @@ import gc
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from gckernels.compressor import Compressor
 from gckernels.sync.plans.plan import Plan
-from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.programs.steps import Place
 
 from .drafts.drafts import Draft, Option, draft_of, draft_of_launches, plan_of, step_s, usual_launches
 from .drafts.options import all_options, placed, variants
 from .drafts.problem import Problem
-from .machines.machine import DerivedMachine, Floats, Price
 from .search.restructure import after, orders_of
 from .search.search import Search, messages_of_draft, options_in, with_options
 
@@ -49,20 +43,21 @@ _SHORT = 48
 """Options that are tried again, for plans of many tensors: the best ones if all launches have the same."""
 
 
-def auto(problem: Problem, starts: Mapping[str, Plan]) -> Plan:
+def auto(problem: Problem, plans: Mapping[str, Plan], starts: Sequence[Plan]) -> Plan:
     """The fastest plan that is found of those that save more than their predictions may be wrong by, or that of
     ``none`` if there is no such plan.
 
-    So a policy that it starts from has a faster plan only where that saves less.
+    So one of the other policies has a faster plan only where that saves less.
 
     Args:
         problem: the problem.
-        starts: the plans of other policies by name, that of ``none`` among them.
+        plans: the plans of other policies by name, that of ``none`` among them.
+        starts: those from which the search starts.
     """
-    found = list(starts.values())
+    found = list(plans.values())
     if problem.topology.world_size > 1:
-        found += _searched(problem, found)
-    exact = starts["none"]
+        found += _searched(problem, starts)
+    exact = plans["none"]
     exact_s, exact_error = problem.step_s(exact), problem.margin(problem.timeline(exact))
     for plan in sorted(found, key=problem.step_s):
         if not problem.is_gain(problem.step_s(plan), exact_s):
@@ -88,26 +83,7 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def free_problem(problem: Problem) -> Problem:
-    """The problem on a machine whose codecs take no time. No plan on the real machine should be faster than on it."""
-    return replace(problem, pricer=problem.pricer.on(FreeCodecs(problem.machine)))
-
-
-@dataclass
-class FreeCodecs(DerivedMachine):
-    """A machine whose codecs take no time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.name, self.margin = f"{self.name}, codecs for nothing", 0.0
-
-    def codec(
-        self, work: StageKind, compressor: Compressor, place: Place, units: Floats, elements: Floats, sources: int
-    ) -> Price:
-        return Price(np.zeros_like(elements))
-
-
-def _searched(problem: Problem, plans: list[Plan]) -> list[Plan]:
+def _searched(problem: Problem, plans: Sequence[Plan]) -> list[Plan]:
     """The best plans of the search.
 
     Args:

@@ -14,32 +14,30 @@ from gckernels.sync.plans.plan import Plan, PlanError
 from gckernels.sync.plans.prediction import Alternative, Prediction, Source
 from gckernels.sync.programs.spans import MEAN
 
-from .auto import auto, free_problem, uncollected
+from .auto import auto, uncollected
 from .drafts.problem import Found, Policy, Problem, ProblemError
 from .machines.machine import MachineError
 from .machines.published import SLOWER
-from .policies.baselines import all_, exhaustive, none, threshold, uniform
-from .policies.cupcake import cupcake
+from .policies.baselines import all_, none, threshold, uniform
 from .policies.espresso import espresso
 from .policies.every_tensor import byteps, hitopkcomm
 from .policies.mergecomp import mergecomp
 from .policies.secopa import secopa
 from .timeline.timeline import Timeline
 
-BOUND = "bound"
-
-STARTS: Mapping[str, Policy] = {
+COMPARED: Mapping[str, Policy] = {
     "none": none,
     "all": all_,
     "threshold": threshold,
     "secopa": secopa,
     "mergecomp": mergecomp,
-    "cupcake": cupcake,
     "espresso": espresso,
     "byteps": byteps,
     "hitopkcomm": hitopkcomm,
 }
-"""The policies from whose plans ``auto`` starts."""
+"""The policies beside whose plans that of ``auto`` stands."""
+STARTS = ("none", "mergecomp", "espresso")
+"""Those from whose plans ``auto`` starts."""
 
 PLANNED_ERROR = 0.12
 """The least relative error of the prediction of a plan that predictions have chosen, compared with one compressor for
@@ -57,7 +55,7 @@ class Row:
     Attributes:
         policy: the name of the policy.
         plan: its plan.
-        step_s: the predicted time of a step; for ``bound`` on a machine whose codecs take no time.
+        step_s: the predicted time of a step.
         exposed_s: the part of it from the end of backward until all gradients are averaged.
         error: the relative error of the gradients.
         found_s: how long the search has taken, with that of the policies from which it starts.
@@ -104,17 +102,12 @@ class Choice:
         return next(row for row in self.rows if row.policy == policy)
 
     @property
-    def is_limit(self) -> bool:
-        """Whether the plan is a limit only, which no training reaches: its codecs cost nothing."""
-        return self.policy == BOUND
-
-    @property
     def none(self) -> Row:
         """The row of the policy ``none``."""
         return self.row_of("none")
 
 
-def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = STARTS) -> Choice:
+def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = COMPARED) -> Choice:
     """The plan of a policy, and a row for each policy that it is compared with.
 
     Args:
@@ -153,7 +146,7 @@ def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = STA
         alternatives=tuple(Alternative(row.policy, row.step_s, row.error) for row in rows if row.policy != policy),
     )
     plan, pays = replace(chosen.plan, prediction=prediction), saves(problem, chosen, none)
-    return Choice(asked, policy, plan, _judging(problem, policy).timeline(plan), tuple(rows), pays)
+    return Choice(asked, policy, plan, problem.timeline(plan), tuple(rows), pays)
 
 
 def saves(problem: Problem, row: Row, other: Row) -> bool:
@@ -180,20 +173,16 @@ def policy_of(name: str) -> Policy:
     raise ProblemError(f"policy: must be {', '.join(POLICIES)} or all:COMPRESSOR, got {name!r}")
 
 
-def _judging(problem: Problem, policy: str) -> Problem:
-    """The problem with the machine on which the plan of a policy is judged."""
-    return free_problem(problem) if policy == BOUND else problem
-
-
 def _row(problem: Problem, name: str) -> Row:
-    if name in STARTS:
+    if name in COMPARED:
         found = _found_by(name, problem)
     else:
-        before_s = sum(each.search_s for each in problem.found.values()) if name == "auto" else 0.0
+        before_s = {each: problem.found[each].search_s for each in STARTS if each in problem.found}
         start_s = time.perf_counter()
         plan = policy_of(name)(problem)
-        found = Found(plan, before_s + time.perf_counter() - start_s)
-    judged = _judging(problem, name).timeline(found.plan)
+        search_s = time.perf_counter() - start_s
+        found = Found(plan, search_s + (sum(before_s.values()) if name == "auto" else 0.0))
+    judged = problem.timeline(found.plan)
     error = relative_error(found.plan, problem.trace)
     margin = problem.margin(judged)
     if name in SLOWER and problem.machine.estimated:
@@ -202,22 +191,23 @@ def _row(problem: Problem, name: str) -> Row:
 
 
 def _best(problem: Problem) -> Plan:
-    """The plan of the policy ``auto``. A policy that finds no plan, or one without a price, is no start."""
-    starts = {}
+    """The plan of the policy ``auto``, which is as fast as those that others have found for the problem. A policy that
+    finds no plan, or one without a price, is no start."""
+    plans = {}
     with uncollected():
-        for name in STARTS:
+        for name in dict.fromkeys((*STARTS, *problem.found)):
             try:
                 plan = _found_by(name, problem).plan
                 problem.step_s(plan)  # the machine may lack a price that the policy has not asked for
-                starts[name] = plan
+                plans[name] = plan
             except (MachineError, PlanError, ProblemError):
                 if name == "none":
                     raise
-        return auto(problem, starts)
+        return auto(problem, plans, [plans[name] for name in STARTS if name in plans])
 
 
 def _found_by(name: str, problem: Problem) -> Found:
-    """The plan of a policy from which ``auto`` starts. It is kept with the problem.
+    """The plan of a policy other than ``auto``. It is kept with the problem.
 
     Raises:
         ProblemError: the policy has no plan for the problem.
@@ -226,15 +216,10 @@ def _found_by(name: str, problem: Problem) -> Found:
         raise ProblemError(f"policy: {name} plans for models whose ranks all get the mean of the gradients")
     if name not in problem.found:
         start_s = time.perf_counter()
-        plan = STARTS[name](problem)
+        plan = COMPARED[name](problem)
         problem.found[name] = Found(plan, time.perf_counter() - start_s)
     return problem.found[name]
 
 
-POLICIES: Mapping[str, Policy] = {
-    **STARTS,
-    BOUND: lambda problem: _best(free_problem(problem)),
-    "exhaustive": exhaustive,
-    "auto": _best,
-}
+POLICIES: Mapping[str, Policy] = {**COMPARED, "auto": _best}
 """All policies, by name."""

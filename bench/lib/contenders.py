@@ -12,8 +12,9 @@ import torch.distributed as dist
 import gckernels
 from bench.lib.arms import AGAIN, BF16_HOOK, COMPRESSORS, FP16_HOOK, HOOKS, PLAIN, THROUGH, checked_arm
 from bench.lib.updates_tables import parts_of
+from bench.rivals.cupcake import cupcake
 from gckernels import planner, sync
-from gckernels.planner.choice import STARTS
+from gckernels.planner.choice import COMPARED
 from gckernels.planner.drafts.problem import Problem, ProblemError
 from gckernels.planner.machines.machine import MachineError
 from gckernels.planner.timeline.pricing import Pricer
@@ -34,7 +35,8 @@ TUNED = {
 }
 TUNING_STEPS = {f"auto, {SAFE}": SETTLED, f"predicted, {SAFE}": SETTLED, f"auto, {AGGRESSIVE}": 2 * SETTLED}
 POLICY = "policy "
-POLICIES = tuple(name for name in STARTS if name != "none")
+CHOOSERS = {**COMPARED, "cupcake": cupcake}
+POLICIES = tuple(name for name in CHOOSERS if name != "none")
 POLICY_ARMS = tuple(f"{POLICY}{name}, {accuracy}" for accuracy in (SAFE, AGGRESSIVE) for name in POLICIES)
 RACE_ARMS = (PLAIN, AGAIN, f"auto, {SAFE}", f"predicted, {SAFE}", "BlockQuant(bits=4)")
 ARMS = (PLAIN, AGAIN, *(name for name in TUNED if name not in RACE_ARMS[3:]), *HOOKS, *COMPRESSORS, *POLICY_ARMS)
@@ -119,7 +121,7 @@ def policy_plans(arms: Collection[str], trace: ModelTrace, pricer: Pricer) -> di
     made = {}
     for accuracy in (SAFE, AGGRESSIVE):
         problem = Problem(trace, pricer, Frontend.DDP, allowed_compressors(trace, accuracy))
-        for name, policy in STARTS.items():
+        for name, policy in CHOOSERS.items():
             if (arm := f"{POLICY}{name}, {accuracy}") in arms:
                 try:
                     plan = policy(problem)

@@ -1,5 +1,7 @@
 """Selection times and predicted steps of every policy on the shipped traces, for the two testbeds of Espresso.
 
+The policies are those of the planner, and their rivals of ``bench.rivals``.
+
     python -m bench.planner.published
     python -m bench.planner.published --machines espresso-pcie --traces bert --policies auto bound
 
@@ -25,8 +27,8 @@ import torch
 import gckernels
 from bench.lib.program import program_parser
 from bench.lib.record import csv_path, merge_csv, read_csv
-from gckernels.planner.auto import free_problem
-from gckernels.planner.choice import POLICIES
+from bench.rivals.limits import free_problem
+from bench.rivals.policies import EVERY_POLICY
 from gckernels.planner.drafts.drafts import usual_launches
 from gckernels.planner.drafts.problem import Problem, ProblemError
 from gckernels.planner.machines.files import load_machine
@@ -50,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--machines", nargs="+", default=MACHINES, help="names or files")
     parser.add_argument("--traces", nargs="+", default=trace_names(), help="names or files")
     parser.add_argument("--compressors", nargs="+", default=COMPRESSORS, metavar="SPEC")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", default=list(EVERY_POLICY), choices=list(EVERY_POLICY))
     return parser.parse_args()
 
 
@@ -75,7 +77,7 @@ def measured(problem: Problem, policy: str) -> Row | None:
     """The row of a policy; ``None`` if it finds no plan."""
     start_s = time.process_time()
     try:
-        plan = POLICIES[policy](problem)
+        plan = EVERY_POLICY[policy](problem)
     except (MachineError, PlanError, ProblemError):
         return None
     select_s = time.process_time() - start_s
@@ -102,7 +104,7 @@ def cell(machine: str, name: str, compressor: str, policies: Sequence[str]) -> l
     """The rows of a cell, of the whole model and of its first launches."""
     trace, rows = ModelTrace.load(name), []
     for whole in (True, False):
-        POLICIES["none"](problem_of(machine, trace, compressor, whole))  # programs are enumerated once in a process
+        EVERY_POLICY["none"](problem_of(machine, trace, compressor, whole))  # programs are enumerated once in a process
         for policy in policies:
             found = measured(problem_of(machine, trace, compressor, whole), policy)
             if found is not None:

@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Choose for every gradient whether and how to compress it, and say what that gains. The step of every policy "
         "is predicted on the same timeline. With --sweep also say where compression pays: over the values of sweeps, "
-        "up to which bandwidth, and which ratio of compression would be enough; the closed forms of Agarwal et al. "
-        "(MLSys 2022) stand beside the timeline. With --every the plan is for sync.Updates, and times of policies "
-        "are those of rounds. Exit code 1 says that compression does not pay; the plan of auto then averages exactly."
+        "up to which bandwidth, and which ratio of compression would be enough. With --every the plan is for "
+        "sync.Updates, and times of policies are those of rounds. Exit code 1 says that compression does not pay; the "
+        "plan of auto then averages exactly."
     )
     parser.epilog = "example: gckernels plan bert espresso-nvlink -o plan.json --sweep bandwidth=1gbit:100gbit"
     add_problem(parser)
@@ -91,8 +91,6 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         policy_of(given.policy)
     except ProblemError as error:
         raise wrong_use(f"--{error}", "leave it out for auto") from None
-    if given.policy == "bound" and given.output is not None:
-        raise wrong_use("--policy bound is a limit, with codecs that cost nothing, and no plan to use", "leave out -o")
     sweeps = list(map(sweep_from, given.sweep or ()))
     if given.png is not None and not sweeps:
         raise wrong_use("--png draws sweeps, and there are none", "add --sweep bandwidth=100mbit:100gbit")

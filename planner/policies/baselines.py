@@ -1,8 +1,7 @@
-"""The policies that are no published systems: no compressor, one compressor, a threshold, and all plans of a model."""
+"""The policies that are no published systems: no compressor, one compressor, and a threshold."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,17 +11,12 @@ from gckernels.sync.accuracy.accuracy import unfitted
 from gckernels.sync.plans.plan import Plan
 
 from ..drafts.drafts import Draft, LaunchDraft, MessageDraft, Option, draft_of_launches, plan_of, usual_launches
-from ..drafts.options import all_options
 from ..drafts.problem import Problem, ProblemError
-from ..search.search import Search, with_options
+from ..search.search import Search
 
 _SIZES = 32
 _JUDGED = 3
 """Thresholds that the timeline judges, of those that are estimated to be best."""
-_UNIFORM = 20
-"""Plans with the same option for all launches that ``exhaustive`` judges first."""
-MAX_BITS = 20
-"""The largest problem of ``exhaustive``: the number of launches times the binary logarithm of that of the options."""
 
 
 def none(problem: Problem) -> Plan:
@@ -111,34 +105,3 @@ def _together(problem: Problem, compressor: Compressor, least: int) -> Plan:
         for launch in draft
     )
     return plan_of(replace(problem, allowed=allowed), exact)
-
-
-# -------------------------------------------------------------------- all plans
-
-
-def exhaustive(problem: Problem) -> Plan:
-    """The fastest plan in which every launch is one message with any of the options on the device.
-
-    The timeline judges them in the order of bounds from below, until no bound is below the best of them.
-
-    Raises:
-        ProblemError: there are too many plans.
-    """
-    launches = usual_launches(problem)
-    draft = draft_of_launches(launches, Option())
-    search = Search(problem, sharing=False)
-    options = search.worthwhile(draft, all_options(problem))
-    bits = len(launches) * math.log2(len(options))
-    if bits > MAX_BITS:
-        raise ProblemError(
-            f"exhaustive: {len(launches)} launches with {len(options)} options are {bits:.0f} bits, at most {MAX_BITS} "
-            "are tried"
-        )
-    uniform_drafts = search.uniform(launches, options, _UNIFORM)
-    best = fastest(problem, [none(problem), *(plan_of(problem, each) for each in uniform_drafts)])
-    base_s = problem.trace.forward_s + problem.trace.optimizer_s
-    for bound_s, choice in search.products(draft, options, problem.step_s(best) - base_s):
-        if base_s + bound_s >= problem.step_s(best):
-            break
-        best = fastest(problem, [best, plan_of(problem, with_options(draft, [options[at] for at in choice]))])
-    return best

@@ -27,7 +27,7 @@ from gckernels.sync.stats.decisions import LOGGER
 from gckernels.sync.traces.model_trace import ModelTrace
 from gckernels.sync.tuning.trials.rules import Phase
 
-from ..choice import PLANNED_ERROR, STARTS, Choice, Row, choose
+from ..choice import COMPARED, PLANNED_ERROR, Choice, Row, choose
 from ..drafts.problem import Problem
 from ..machines.machine import Machine, Sharding
 from ..timeline.pricing import Pricer
@@ -126,7 +126,7 @@ def proposal(
 
 def choice_of(problem: Problem) -> Choice:
     """The plan of ``auto``, and those of all policies and of single compressors."""
-    return choose(problem, "auto", (*STARTS, *(f"all:{unfitted(method)}" for method in problem.compressors)))
+    return choose(problem, "auto", (*COMPARED, *(f"all:{unfitted(method)}" for method in problem.compressors)))
 
 
 def proposed(

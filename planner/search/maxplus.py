@@ -15,7 +15,7 @@ are exact if nothing is shared, and lower bounds otherwise.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -191,23 +191,6 @@ class Steps:
                 choice[item], changed = best, True
             state = self.behind(state, kind, choice[item])
         return changed
-
-    def products(self, below_s: float) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """All choices with times below ``below_s``, as pairs of time and choice."""
-        idle: list[State] = [self.end()]  # the ways if no item needed anything
-        for item in range(len(self.kinds) - 1, 0, -1):
-            idle.append(self.passed(idle[-1], item))
-        stack: list[tuple[State, tuple[int, ...]]] = [(self.start(), ())]
-        while stack:
-            state, choice = stack.pop()
-            item = len(choice)
-            state = self.passed(state, item)
-            times = self.times(state, self.kinds[item], idle[-1 - item])
-            for option in np.flatnonzero(times < below_s).tolist():
-                if item + 1 == len(self.kinds):
-                    yield float(times[option]), (*choice, option)
-                else:
-                    stack.append((self.behind(state, self.kinds[item], option), (*choice, option)))
 
     def uniform(self) -> Floats:
         """``[options]``, the time of a step in which all items have the same option."""

@@ -17,7 +17,7 @@ from ..machines.machine import Floats
 from .item_rows import Item, RowMaker
 from .maxplus import Choice, State, Steps, longest
 from .restructure import Move, disjoint, moved, moves_of
-from .rows import FINISH, NOWHERE, UNUSABLE_S, Gaps, Rows, undominated
+from .rows import FINISH, UNUSABLE_S, Gaps, Rows, undominated
 
 MAX_SWEEPS = 4
 """Sweeps of one improvement, if each of them has changed something."""
@@ -150,19 +150,6 @@ class Search:
             steps = Steps(own, [kind[message.tensors] for message in messages_of_draft(draft)], self._gaps(draft, rows))
             times.append(steps.value(choice_in(draft, options)))
         return times
-
-    def products(self, draft: Draft, options: Sequence[Option], below_s: float) -> list[tuple[float, tuple[int, ...]]]:
-        """All choices of options for the messages of a draft with estimates below ``below_s``, best first.
-
-        Returns:
-            Pairs of the estimate and the number of an option for each message.
-        """
-        # launches may finish on any lane, so none waits for them
-        rows = self._rows(self._first(draft), tuple(options)).finishing_on(NOWHERE)
-        steps = Steps(
-            rows, self._maker.kinds([each.tensors for each in messages_of_draft(draft)])[0], self._gaps(draft, rows)
-        )
-        return sorted(steps.products(below_s))
 
     def steps(self, draft: Draft, options: Sequence[Option]) -> Steps:
         """The times of steps with any of some options for each message of a draft.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gckernels.planner.choice import STARTS, choose
+from gckernels.planner.choice import COMPARED, choose
 from gckernels.planner.drafts.problem import Problem
 from gckernels.planner.timeline.pricing import Pricer
 from gckernels.sync import Topology
@@ -61,6 +61,6 @@ def test_every_policy_plans_them(kinds, frontend):
     trace = trace if frontend is Frontend.DDP else replace(trace, buckets=())
     for rule in RULES:
         problem = Problem(trace, Pricer(SimpleMachine(Topology(2))), frontend, allowed_compressors(trace, rule))
-        policies = (*STARTS, *(f"all:{method}" for method in problem.compressors))
+        policies = (*COMPARED, *(f"all:{method}" for method in problem.compressors))
         for row in choose(problem, "auto", policies).rows:
             row.plan.check(parameters.items(), 2)

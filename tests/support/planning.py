@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
+import gckernels
 from gckernels.compressor import Compressor
-from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.drafts.problem import Policy, Problem
 from gckernels.planner.machines.machine import Floats, MachineError, Overheads, Price, Shared
 from gckernels.planner.timeline.pricing import Pricer
-from gckernels.sync import Topology
+from gckernels.sync import Plan, Topology
 from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs import Level, Place
 from gckernels.sync.programs.stages import StageKind
 from gckernels.sync.traces.model_trace import ModelTrace
+from gckernels.sync.traces.traced_tensors import TracedTensor
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,70 @@ def problem_of(
     """A problem in which every tensor may use all ``compressors``."""
     allowed = {tensor.name: compressors for tensor in trace.tensors}
     return Problem(trace, Pricer(SimpleMachine(**machine)), frontend, allowed)
+
+
+COMPRESSORS = (
+    gckernels.EFSignSGD(),
+    gckernels.BlockQuant(bits=4),
+    gckernels.TopK(ratio=0.01),
+    gckernels.DGC(),
+    gckernels.Cast16(),
+    gckernels.PowerSGD(rank=2),
+)
+
+
+def random_problem(seed: int, frontend: Frontend, launches: int = 3) -> Problem:
+    """A problem of random tensors, machine and two compressors, of which a fifth of the tensors may use none."""
+    rng = random.Random(seed)
+    tensors: list[TracedTensor] = []
+    buckets, ready_s = [], 0.0
+    for launch in range(launches):
+        for index in range(rng.randint(1, 3)):
+            ready_s += rng.choice([0.0, 1e-4, 1e-3, 5e-3])
+            shape = (2 ** rng.randint(3, 11), 2 ** rng.randint(3, 11))
+            tensors.append(TracedTensor(f"t{launch}.{index}", shape[0] * shape[1], ready_s, shape))
+        buckets.append(tuple(each.name for each in tensors if each.name.startswith(f"t{launch}.")))
+    problem = problem_of(
+        ModelTrace("m", tuple(tensors), ready_s, buckets=tuple(buckets)),
+        frontend,
+        tuple(rng.sample(COMPRESSORS, 2)),
+        topology=rng.choice([Topology(2), Topology(4), Topology(3, 2)]),
+        link_nbytes_per_s=10 ** rng.uniform(7, 10),
+        latency_s=10 ** rng.uniform(-5, -3.5),
+        codec_s=10 ** rng.uniform(-5, -3.7),
+        element_s=10 ** rng.uniform(-10.5, -8.5),
+        overheads=Overheads(1e-5, 1e-5, 2e-5),
+    )
+    exact = {tensor.name: () for tensor in tensors if rng.random() < 0.2}
+    return replace(problem, allowed={**problem.allowed, **exact})
+
+
+def traced(*numels: int, dtypes: tuple[torch.dtype, ...] = (), gap_s: float = 0.001) -> ModelTrace:
+    """A trace whose gradients are ready one after the other, in buckets of two."""
+    dtypes = dtypes or (torch.float32,) * len(numels)
+    tensors = tuple(
+        TracedTensor(f"t{index}", numel, gap_s * (index + 1), (numel,), dtype)
+        for index, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
+    )
+    buckets = [[tensors[0].name]]
+    for one, other in itertools.pairwise(tensors):
+        if len(buckets[-1]) < 2 and one.dtype == other.dtype:
+            buckets[-1].append(other.name)
+        else:
+            buckets.append([other.name])
+    return ModelTrace("m", tensors, gap_s * len(numels), buckets=tuple(map(tuple, buckets)))
+
+
+def checked_plan(problem: Problem, policy: Policy) -> Plan:
+    """The plan of a policy, after the checks that it would go through before training."""
+    plan = policy(problem)
+    parameters = [
+        (each.name, torch.nn.Parameter(torch.empty(each.shape or each.numel, dtype=each.dtype, device="meta")))
+        for each in problem.trace.tensors
+    ]
+    plan.check(parameters, problem.topology.world_size)
+    assert problem.step_s(plan) >= problem.trace.backward_s
+    for unit in plan.units:
+        methods = problem.allowed.get(unit.parameter, ())
+        assert unit.compressor.name == "Identity" or unit.compressor in methods
+    return plan

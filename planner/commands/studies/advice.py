@@ -10,7 +10,7 @@ from gckernels.ops import Identity
 from gckernels.sync.plans.numbers import duration, percent, whole_percent
 from gckernels.sync.plans.plan import Plan
 
-from ...choice import BOUND, Choice, Row, saves
+from ...choice import Choice, Row, saves
 from ...drafts.problem import Problem
 from ..common.caveats import Band
 from .memory import PlanMemory
@@ -64,14 +64,14 @@ class Advice:
 
     @property
     def of_all(self) -> bool:
-        """Whether the plan is the best of all policies, or their limit, and not that of one which was named."""
-        return self.choice.asked in ("auto", BOUND)
+        """Whether the plan is the best of all policies, and not that of one which was named."""
+        return self.choice.asked == "auto"
 
     @property
     def short(self) -> str:
         """The advice in a few words. Where a policy was named, it is on its plan alone."""
         if self.pays:
-            return "free codecs would pay" if self.choice.is_limit else "compress"
+            return "compress"
         do_not = DO_NOT if self.of_all else PAYS_NOT
         if not self.memory.fits:
             return f"{do_not}; it does not fit"
@@ -80,11 +80,8 @@ class Advice:
     @property
     def text(self) -> str:
         """The advice as sentences."""
-        choice, band, memory = self.choice, self.band, self.memory
+        choice, memory = self.choice, self.memory
         gain = self._gain(choice.row)
-        if choice.is_limit:
-            would = f"{band.subject} would take {self._step(choice.row)}"
-            return f"With codecs that cost nothing {would}. It is a limit, and no plan."
         if self.pays:
             return f"Compress with the plan of {choice.policy}: {gain}{self._others}"
         if self.better is not None:
@@ -164,12 +161,12 @@ def _compresses(plan: Plan) -> bool:
 
 def _better(problem: Problem, choice: Choice, fits: bool) -> Row | None:
     """The row of the best plan that is better, as :attr:`Advice.better`."""
-    if choice.is_limit or (choice.asked == "auto" and fits):
+    if choice.asked == "auto" and fits:
         return None  # the plan of auto is the best one
     against = (choice.none, choice.row) if choice.pays and fits else (choice.none,)
     rows: Sequence[Row] = sorted(choice.rows, key=lambda row: row.step_s)
     for row in rows:
-        if row.policy in (choice.policy, "none", BOUND) or not all(saves(problem, row, each) for each in against):
+        if row.policy in (choice.policy, "none") or not all(saves(problem, row, each) for each in against):
             continue
         if _compresses(row.plan) and PlanMemory.of(problem, row.plan).fits:
             return row

@@ -20,7 +20,6 @@ from ...machines.machine import Machine, MachineError
 from ...machines.scaling import scaled
 from ...timeline.timeline import timeline
 from .advice import Advice
-from .closed_forms import ClosedFormRow, closed_form_rows
 from .sweeps import Sweep, with_faster_links
 
 _LIMIT_SEARCHES = 3  # searches that find the limit, about
@@ -49,13 +48,11 @@ class Elsewhere:
         sweeps: the sweeps.
         limit: the bandwidth up to which compression pays; ``None`` for one rank.
         enough: the ratio that would be enough; ``None`` for one rank.
-        closed_forms: the closed forms beside the timeline.
     """
 
     sweeps: tuple[SweepResult, ...]
     limit: BandwidthLimit | None = None
     enough: EnoughRatio | None = None
-    closed_forms: tuple[ClosedFormRow, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """The predictions as JSON; times are in seconds."""
@@ -71,7 +68,6 @@ class Elsewhere:
             "sweeps": sweeps,
             "limit": self.limit and asdict(self.limit),
             "enough": self.enough and asdict(self.enough),
-            "closed_forms": [row.record() for row in self.closed_forms],
         }
 
 
@@ -129,7 +125,7 @@ def predict(
         return predicted(step, scaled(machine, bandwidth_bit_per_s=bit_per_s), "limit").pays
 
     limit, enough = bandwidth_limit(pays_with_known, found_at), enough_ratio(problem, here.choice.plan)
-    return Elsewhere(tuple(results), limit, enough, tuple(closed_form_rows(problem)))
+    return Elsewhere(tuple(results), limit, enough)
 
 
 # -------------------------------------------------------------------- limits

@@ -17,7 +17,6 @@ from ...machines.published import ON_DEVICE, SLOWER
 from ..common.caveats import Band, Caveats
 from ..common.tables import table
 from ..studies.advice import Advice
-from ..studies.closed_forms import ClosedFormRow
 from ..studies.prediction import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR, Elsewhere, SweepResult
 from ..studies.sweeps import software_limit
 from ..studies.updates import StepCost, UpdatesInstead
@@ -126,14 +125,13 @@ def _steps_table(steps: Sequence[StepCost]) -> str:
 
 
 def _elsewhere_lines(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
-    """A table for each sweep, sentences about limits, and the closed forms, with empty lines behind them."""
+    """A table for each sweep, and sentences about limits, with empty lines behind them."""
     lines = []
     for result in found.sweeps:
         lines += [_sweep_table(result, "best" if here.of_all else here.choice.policy), ""]
     if not here.band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
         lines += ["What differs from the measured machine is estimated, +-25 %.", ""]
-    lines += [*_limits(problem, here, found), ""]
-    return [*lines, _closed_forms_table(found.closed_forms), ""] if found.closed_forms else lines
+    return [*lines, *_limits(problem, here, found), ""]
 
 
 def _sweep_table(result: SweepResult, plan: str) -> str:
@@ -166,18 +164,6 @@ def _limits(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
     if found.enough.ratio == 1.0:
         return [*lines, f"No ratio of compression is needed here: {least}."]
     return [*lines, f"{three_digits(found.enough.ratio)} times fewer bytes would be enough here: then {least}."]
-
-
-def _closed_forms_table(rows: tuple[ClosedFormRow, ...]) -> str:
-    """A table of the closed forms beside the timeline: backward and synchronisation, without forward and optimizer."""
-    columns: dict[str, Callable[[ClosedFormRow], str]] = {
-        "backward and sync": lambda row: row.name,
-        "closed form": lambda row: duration(row.closed.step_s),
-        "timeline": lambda row: duration(row.timeline_s),
-        "differs": lambda row: f"{row.difference * 100:+.0f} %",
-        "why": lambda row: row.why or "they agree",
-    }
-    return table(rows, columns, left=(0, 4))
 
 
 # -------------------------------------------------------------------- JSON

@@ -12,7 +12,6 @@ import torch
 
 import gckernels
 from command_files import LAYERS, NUMEL, run_json, run_text, small_trace, write_small_trace
-from gckernels.planner.choice import POLICIES
 from gckernels.planner.commands.common.caveats import slips_of_machine
 from gckernels.planner.machines.curves import CodecModel, Coefficients, CollectiveCurve, CopyCurve, Curve
 from gckernels.planner.machines.files import load_machine, machine_names
@@ -192,7 +191,7 @@ MODEL_NBYTES = 2 * 4 * LAYERS * (NUMEL + 512)
 @pytest.mark.parametrize(
     ("memory_nbytes", "code", "words"),
     [
-        (1e9, 0, "Compress with the plan of cupcake: "),
+        (1e9, 0, "Compress with the plan of mergecomp: "),
         (MODEL_NBYTES + 1e6, 1, "Do not compress: it does not fit. Weights and gradients take 8.40 MB, residuals and "),
         (
             MODEL_NBYTES - 1,
@@ -203,7 +202,7 @@ MODEL_NBYTES = 2 * 4 * LAYERS * (NUMEL + 512)
 )
 def test_a_plan_that_does_not_fit_is_not_advised(trace, tmp_path, capsys, sweep, memory_nbytes, code, words):
     machine = described(tmp_path, memory_nbytes)
-    arguments = ("plan", trace, machine, "--policy", "cupcake", "--compressors", "EFSignSGD", *sweep)
+    arguments = ("plan", trace, machine, "--policy", "mergecomp", "--compressors", "EFSignSGD", *sweep)
     found, shown, _ = run_text(capsys, *arguments)
     assert found == code and words in shown
     assert "Memory of a rank: 8.40 MB for weights and gradients, " in shown and "; it has " in shown
@@ -213,7 +212,7 @@ def test_a_plan_that_does_not_fit_is_not_advised(trace, tmp_path, capsys, sweep,
     assert memory["plan_nbytes"] > 1e6
     if sweep:
         assert shown.count("does not pay; it does not fit") == (0 if code == 0 else 2)
-        assert ("Compression by cupcake pays at no bandwidth" in shown) == (code == 1)
+        assert ("Compression by mergecomp pays at no bandwidth" in shown) == (code == 1)
 
 
 def test_a_model_that_does_not_fit_is_not_advised_whatever_is_faster(trace, tmp_path, capsys):
@@ -318,17 +317,3 @@ def test_a_trace_of_backward_alone_promises_no_step(tmp_path, capsys, rest_us):
         assert run_json(capsys, *arguments)[1]["whole_step"] == whole
         lines.append(shown)
     assert f"forward and optimizer {'50.0 ms' if whole else 'not known'}." in lines[0]
-
-
-@pytest.mark.slow
-def test_a_sweep_of_a_limit_advises_no_plan(trace, capsys):
-    sweep = ("--policy", "bound", "--compressors", "Cast16", "--sweep", "batch=1,100")
-    shown = run_text(capsys, "plan", trace, "two-sites-1gbit", *sweep)[1]
-    assert shown.count("free codecs would pay") == 1 and shown.count("do not compress") == 1
-
-
-def test_a_limit_is_not_advised_as_a_plan(trace, capsys, monkeypatch):
-    monkeypatch.setitem(POLICIES, "bound", POLICIES["all"])  # the search takes long
-    code, shown, _ = run_text(capsys, "plan", trace, "two-sites-1gbit", "--policy", "bound", "--compressors", "Cast16")
-    assert code == 0 and "With codecs that cost nothing a step would take" in shown
-    assert "It is a limit, and no plan." in shown and "Compress with" not in shown

@@ -84,7 +84,7 @@ def test_the_chain_covers_the_step_without_gaps(made, capsys):
 
 
 @pytest.mark.parametrize("machine", ["lab", MACHINE, "h100-400gbit"])
-@pytest.mark.parametrize("policy", ["none", "all", "threshold", "cupcake"])
+@pytest.mark.parametrize("policy", ["none", "all", "threshold", "mergecomp"])
 @pytest.mark.parametrize("frontend", PLANNED)
 def test_every_chain_is_whole(machine, policy, frontend):
     trace = small_trace(buckets=True)

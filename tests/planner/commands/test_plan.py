@@ -27,22 +27,22 @@ def trace(tmp_path):
 
 def test_a_plan_that_pays(trace, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    code, found = run_json(capsys, "plan", trace, SLOW, "--policy", "cupcake", "-o", str(path))
+    code, found = run_json(capsys, "plan", trace, SLOW, "--policy", "mergecomp", "-o", str(path))
     rows = {row["policy"]: row for row in found["policies"]}
-    assert code == 0 and found["pays"] and found["policy"] == "cupcake"
-    assert rows["cupcake"]["step_s"] < rows["none"]["step_s"] * (1 - found["margin"])
+    assert code == 0 and found["pays"] and found["policy"] == "mergecomp"
+    assert rows["mergecomp"]["step_s"] < rows["none"]["step_s"] * (1 - found["margin"])
     plan = Plan.load(path)
-    assert plan.frontend == Frontend.MODULE and plan.prediction.policy == "cupcake"
-    assert plan.prediction.step_s == rows["cupcake"]["step_s"]
+    assert plan.frontend == Frontend.MODULE and plan.prediction.policy == "mergecomp"
+    assert plan.prediction.step_s == rows["mergecomp"]["step_s"]
     assert plan.prediction.none_s == rows["none"]["step_s"]
 
 
 def test_the_table_has_every_policy_and_the_advice_its_band(trace, capsys):
-    code, shown, _ = run_text(capsys, "plan", trace, SLOW, "--policy", "cupcake")
+    code, shown, _ = run_text(capsys, "plan", trace, SLOW, "--policy", "mergecomp")
     lines = shown.splitlines()
     assert code == 0
-    assert {line.split()[0] for line in lines if " ms " in line and line[0] != " "} >= {"none", "all", "cupcake"}
-    advice = next(line for line in lines if line.startswith("Compress with the plan of cupcake"))
+    assert {line.split()[0] for line in lines if " ms " in line and line[0] != " "} >= {"none", "all", "mergecomp"}
+    advice = next(line for line in lines if line.startswith("Compress with the plan of mergecomp"))
     assert "(estimated: " in advice
 
 
@@ -107,9 +107,12 @@ def test_a_policy_that_gains_little_is_not_advised_and_a_better_one_is_named(cap
 
 
 def test_a_better_plan_is_named_beside_one_that_compresses_nothing_or_still_pays(trace, capsys):
-    for policy, words in (("none", "The plan of none does not pay: it compresses nothing. That of "), ("cupcake", "")):
+    for policy, words in (
+        ("none", "The plan of none does not pay: it compresses nothing. That of "),
+        ("mergecomp", ""),
+    ):
         code, found = run_json(capsys, "plan", trace, SLOW, "--policy", policy)
-        assert found["advice"].startswith(words) and (found["better"] is None) == (policy == "cupcake")
+        assert found["advice"].startswith(words) and (found["better"] is None) == (policy == "mergecomp")
         assert code == (policy == "none")
     code, found = run_json(capsys, "plan", trace, SLOW, "--policy", "all:Cast16")
     assert code == 0 and found["advice"].startswith("Compress with the plan of all:Cast16: ")

@@ -104,7 +104,7 @@ def test_plans_are_explained_and_swept(trace, slow, tmp_path, capsys, options):
     code, found = run_json(
         capsys, "plan", trace, slow, *QUICK, *options, "--sweep", "bandwidth=1gbit,10gbit", "machines=2,4"
     )
-    assert code == 0 and len(found["sweeps"]) == 2 and found["closed_forms"] == []
+    assert code == 0 and len(found["sweeps"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_plans_are_explained_and_swept(trace, slow, tmp_path, capsys, options):
         ),
         ("lab", ("--frontend", "hsdp", "--weights", "BlockQuant"), "--weights is for models of --frontend fsdp,"),
         ("lab", ("--weights", "EFSignSGD"), "must be None, BlockQuant, Cast16 or Identity, got EFSignSGD"),
-        ("lab", ("--policy", "cupcake"), "cupcake plans for models whose ranks all get the mean"),
+        ("lab", ("--policy", "mergecomp"), "mergecomp plans for models whose ranks all get the mean"),
     ],
 )
 def test_wrong_arguments_are_refused(trace, capsys, machine, options, problem):

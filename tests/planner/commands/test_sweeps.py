@@ -57,34 +57,6 @@ def test_enough_is_enough(trace, capsys):
     assert faster["enough"]["ratio"] < enough["ratio"]
 
 
-def test_closed_forms_stand_beside_the_timeline(trace, capsys):
-    _, found = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep")
-    rows = {row["name"]: row for row in found["closed_forms"]}
-    assert {"none", "Cast16", "BlockQuant(bits=4)"} <= set(rows)
-    for row in rows.values():
-        differs = abs(row["closed_form_s"] / row["timeline_s"] - 1) > 0.1
-        assert bool(row["why"]) == differs
-
-
-def test_the_closed_form_of_low_rank_methods(trace, capsys):
-    """Two reductions of a factor each, after backward: on a slow link as long as on the timeline."""
-    _, found = run_json(
-        capsys, "plan", trace, MACHINE, "--sweep", "--policy", "none", "--compressors", "PowerSGD(rank=2)"
-    )
-    row = found["closed_forms"][1]
-    assert row["name"] == "PowerSGD(rank=2)"
-    assert 0 < row["closed_form_s"] < found["closed_forms"][0]["closed_form_s"]
-    assert bool(row["why"]) == (abs(row["closed_form_s"] / row["timeline_s"] - 1) > 0.1)
-
-
-def test_no_closed_form_hides_encoding(tmp_path, capsys):
-    """With a long backward, the timeline hides what the closed forms add."""
-    trace = write_small_trace(tmp_path, backward_s=0.2, buckets=True)
-    _, found = run_json(capsys, "plan", trace, MACHINE, *QUICK, "--sweep")
-    row = next(row for row in found["closed_forms"] if row["name"] == "BlockQuant")
-    assert row["closed_form_s"] > row["timeline_s"] and "hidden" in row["why"]
-
-
 def test_it_does_not_pay_here(tmp_path, capsys):
     trace = write_small_trace(tmp_path, backward_s=1.0)
     code, shown, _ = run_text(capsys, "plan", trace, "h100-400gbit", *QUICK, "--sweep")

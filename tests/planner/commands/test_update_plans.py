@@ -116,7 +116,7 @@ def test_sweeps_are_of_rounds(trace, capsys):
     code, found = run_json(capsys, "plan", trace, SLOW, "--every", "4", *QUICK, *sweep)
     slow, _ = found["sweeps"][0]["points"]
     once, often = found["sweeps"][1]["points"]
-    assert code == 0 and slow["step_s"] > found["step_s"] and found["closed_forms"] == []
+    assert code == 0 and slow["step_s"] > found["step_s"]
     assert once["step_s"] == pytest.approx(found["step_s"])
     assert often["step_s"] - once["step_s"] == pytest.approx(4 * 99 * 0.03)  # forward and backward, no optimizer
     assert found["limit"]["bandwidth_bit_per_s"] > 1e8
@@ -167,11 +167,11 @@ def averaged(path: str) -> tuple[str, float, bool]:
 
 def test_updates_take_the_plan_and_sends_what_was_predicted(trace, tmp_path, capsys):
     path = tmp_path / "plan.json"
-    arguments = ("plan", trace, SLOW, "--every", "2", "--policy", "cupcake", "--compressors", SIGNS, "-o", str(path))
+    arguments = ("plan", trace, SLOW, "--every", "2", "--policy", "mergecomp", "--compressors", SIGNS, "-o", str(path))
     code, found = run_json(capsys, *arguments)
     plan = Plan.load(path)
-    assert code == 0 and found["policy"] == "cupcake" and plan.made_for is Frontend.MODULE
+    assert code == 0 and found["policy"] == "mergecomp" and plan.made_for is Frontend.MODULE
     assert plan.prediction.step_s == found["step_s"] and plan.prediction.trace.name == "small, rounds of 2 steps"
     predicted = by_name(found)["the plan"]["sent_bits"] * 2 * LAYERS * (NUMEL + 512) / 8
     for policy, sent_nbytes, same in values_of(run_ranks(2, averaged, str(path))):
-        assert policy == "cupcake" and same and sent_nbytes == pytest.approx(predicted)
+        assert policy == "mergecomp" and same and sent_nbytes == pytest.approx(predicted)

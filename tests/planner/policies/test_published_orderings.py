@@ -147,11 +147,9 @@ def test_levels_pay_where_devices_of_a_machine_have_fast_links(trace):
 @pytest.mark.parametrize("machine", [NVLINK, PCIE])
 @pytest.mark.parametrize(("trace", "spec"), [("resnet50", SIGN), pytest.param("bert", DGC, marks=slow)])
 def test_merged_gradients_beat_one_launch_for_each(machine, trace, spec):
-    """MergeComp and Cupcake, against launches of one gradient each."""
-    cell = problem(machine, trace, spec)
-    alone, merged, fused = steps(cell, ("hitopkcomm", "mergecomp", "cupcake"))
-    assert merged < 0.7 * alone and fused < 0.7 * alone
-    assert fused < 1.08 * merged  # Cupcake's groups are the best in its model, MergeComp's are timed on the timeline
+    """MergeComp, against launches of one gradient each."""
+    alone, merged = steps(problem(machine, trace, spec), ("hitopkcomm", "mergecomp"))
+    assert merged < 0.7 * alone
 
 
 @slow

@@ -10,7 +10,14 @@ import itertools
 
 import pytest
 
-from gckernels.planner.commands.studies.closed_forms import ClosedForm, RingLink, sync_sgd
+from bench.planner.closed_forms import AGREES, ClosedForm, RingLink, closed_form_rows, main, sync_sgd
+from command_files import small_trace
+from gckernels.compressor import from_spec
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.files import load_machine
+from gckernels.planner.timeline.pricing import Pricer
+from gckernels.sync.accuracy.accuracy import allowed_compressors
+from gckernels.sync.plans.plan import Frontend
 
 BACKWARD_S, NBYTES = 0.122, 97e6  # ResNet-50, batch 64, one V100
 CODEC_S = {"r4": 0.045, "r8": 0.064, "r16": 0.130, "top 1%": 0.240, "top 10%": 0.289, "top 20%": 0.295, "sign": 0.01634}
@@ -120,3 +127,37 @@ def test_few_setups_pay_at_10_gbit():
 def test_larger_batches_need_less_compression():
     counts = [len(setups_that_pay(batch)) for batch in range(3)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[2]
+
+
+def rows_of(rule, frontend=Frontend.MODULE, **trace):
+    """The rows of a small model on a slow machine, by name."""
+    found = small_trace(**trace)
+    problem = Problem(found, Pricer(load_machine("two-sites-1gbit")), frontend, allowed_compressors(found, rule))
+    return {row.name: row for row in closed_form_rows(problem)}
+
+
+def test_they_stand_beside_the_timeline():
+    rows = rows_of("safe")
+    assert {"none", "Cast16", "BlockQuant(bits=4)"} <= set(rows)
+    for row in rows.values():
+        assert bool(row.why) == (abs(row.difference) > AGREES)
+
+
+def test_low_rank_methods_reduce_two_factors():
+    """One after the other, after backward: on a slow link as long as on the timeline."""
+    rows = rows_of([from_spec("PowerSGD(rank=2)")])
+    assert 0 < rows["PowerSGD(rank=2)"].closed.step_s < rows["none"].closed.step_s
+
+
+def test_none_hides_encoding():
+    """With a long backward, the timeline hides what the closed forms add."""
+    row = rows_of("safe", Frontend.DDP, backward_s=0.2, buckets=True)["BlockQuant"]
+    assert row.closed.step_s > row.timeline_s and "hidden" in row.why
+
+
+def test_the_command_prints_a_table(monkeypatch, capsys):
+    words = ["closed_forms", "lstm", "espresso-pcie", "--compressors", "Cast16"]
+    monkeypatch.setattr("sys.argv", words)
+    main()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("backward and sync") and [line.split()[0] for line in shown[1:]] == ["none", "Cast16"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..machines.machine import Floats
+from gckernels.planner.machines.machine import Floats
 
 _TAIL = 64
 """Gradients, the last ones, whose groups are bounded before all others."""

@@ -1,4 +1,7 @@
-"""The closed forms of the Utility paper beside the timeline, and why the two disagree.
+"""The closed forms of the Utility paper beside the timeline, and why the two disagree: a table.
+
+    python -m bench.planner.closed_forms vgg16 utility-p3-8xlarge
+    python -m bench.planner.closed_forms bert espresso-pcie --compressors "PowerSGD(rank=2)" EFSignSGD
 
 A closed form is the time of a step from a handful of numbers (Agarwal et al., "On the Utility of Gradient Compression
 in Distributed Training Systems", MLSys 2022). Gradients without compression are averaged in buckets beside backward.
@@ -8,28 +11,33 @@ was measured to be slower. Sizes are in bytes, bandwidths in bits per second, as
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
+from bench.lib.program import program_parser
 from gckernels.codec import Codec
-from gckernels.compressor import Compressor
+from gckernels.compressor import Compressor, from_spec
 from gckernels.ops import Identity
+from gckernels.planner.commands.common.tables import table
+from gckernels.planner.drafts.drafts import Option, draft_of_launches, plan_of, usual_launches
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.files import load_machine
+from gckernels.planner.machines.machine import Machine, MachineError
+from gckernels.planner.machines.scaling import sending_bit_per_s
+from gckernels.planner.timeline.pricing import Pricer, Units
+from gckernels.planner.timeline.timeline import Timeline
+from gckernels.sync.accuracy.accuracy import allowed_compressors
 from gckernels.sync.plans.names import short_spec
 from gckernels.sync.plans.numbers import duration, plural
+from gckernels.sync.plans.plan import Frontend
 from gckernels.sync.programs.named import ALLGATHER, ENCODED_ALLREDUCE, default_program
 from gckernels.sync.programs.stages import MessageKind, StageKind
 from gckernels.sync.programs.steps import Level, Place, Program, ProgramError
-
-from ...drafts.drafts import Option, draft_of_launches, plan_of, usual_launches
-from ...drafts.problem import Problem
-from ...machines.machine import Machine, MachineError
-from ...machines.scaling import sending_bit_per_s
-from ...timeline.pricing import Units
-from ...timeline.timeline import Timeline
+from gckernels.sync.traces.model_trace import ModelTrace
 
 AGREES = 0.10
 """The relative difference up to which closed form and timeline agree."""
@@ -125,17 +133,10 @@ class ClosedFormRow:
         """How much longer the closed form says that it takes, relative to the timeline."""
         return self.closed.step_s / self.timeline_s - 1.0 if self.timeline_s else 0.0
 
-    def record(self) -> dict[str, Any]:
-        """The row as JSON."""
-        times = {"closed_form_s": self.closed.step_s, "timeline_s": self.timeline_s}
-        return {"name": self.name, **times, "why": self.why}
-
 
 def closed_form_rows(problem: Problem) -> Iterator[ClosedFormRow]:
-    """A row without compression, and one for each allowed compressor, used wherever it is allowed. There is no form for
-    models of FSDP2, and none for updates."""
-    if problem.topology.world_size == 1 or problem.is_sharded or problem.rounds is not None:
-        return
+    """A row without compression, and one for each allowed compressor, used wherever it is allowed. The problem is of a
+    bare module or DDP on several ranks, because there is no form for models of FSDP2, and none for updates."""
     link = ring_of(problem.machine)
     trace = problem.trace
     yield _row(problem, "none", sync_sgd(trace.backward_s, float(trace.nbytes), link), Option())
@@ -224,3 +225,30 @@ def _why(closed: ClosedForm, found: Timeline) -> str:
     part, (form_s, timeline_s) = max(parts.items(), key=lambda each: abs(each[1][0] - each[1][1]))
     messages = plural(len({stage.message for stage in found.stages}), "message")
     return f"{part}: {duration(max(timeline_s, 0.0))} on the timeline, in {messages}; {duration(form_s)} in the form"
+
+
+def parse_args() -> argparse.Namespace:
+    parser = program_parser(__doc__)
+    parser.add_argument("trace", help="the name of a shipped trace, or a file")
+    parser.add_argument("machine", help="the name of a shipped machine, or a file, with several ranks")
+    parser.add_argument("--compressors", nargs="+", metavar="SPEC", help="by default those of the safe rule")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    trace, machine = ModelTrace.load(args.trace), load_machine(args.machine)
+    rule = "safe" if args.compressors is None else [from_spec(spec) for spec in args.compressors]
+    problem = Problem(trace, Pricer(machine), Frontend.MODULE, allowed_compressors(trace, rule))
+    columns: dict[str, Callable[[ClosedFormRow], str]] = {
+        "backward and sync": lambda row: row.name,
+        "closed form": lambda row: duration(row.closed.step_s),
+        "timeline": lambda row: duration(row.timeline_s),
+        "differs": lambda row: f"{row.difference * 100:+.0f} %",
+        "why": lambda row: row.why or "they agree",
+    }
+    print(table(closed_form_rows(problem), columns, left=(0, 4)))
+
+
+if __name__ == "__main__":
+    main()

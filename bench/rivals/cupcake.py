@@ -11,20 +11,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from bench.rivals.fusion import Groups, best_groups, best_groups_of_any, encode_table
 from gckernels.compressor import Compressor
 from gckernels.ops import Identity
+from gckernels.planner.drafts.drafts import Launches, Option, carried, plan_of
+from gckernels.planner.drafts.problem import Problem
+from gckernels.planner.machines.machine import Floats, MachineError
+from gckernels.planner.policies.baselines import fastest
+from gckernels.planner.policies.messages import JUDGED, codecs, uniform_draft, usual_options, usual_programs
+from gckernels.planner.timeline.pricing import Ints, Units
 from gckernels.sync.plans.plan import Plan
 from gckernels.sync.programs.named import ALLREDUCE
 from gckernels.sync.programs.stages import MessageKind
 from gckernels.sync.programs.steps import Program
-
-from ..drafts.drafts import Launches, Option, carried, plan_of
-from ..drafts.problem import Problem
-from ..machines.machine import Floats, MachineError
-from ..timeline.pricing import Ints, Units
-from .baselines import fastest
-from .fusion import Groups, best_groups, best_groups_of_any, encode_table
-from .messages import JUDGED, codecs, uniform_draft, usual_options, usual_programs
 
 AFFINE = 0.01
 """The largest relative deviation at which times count as a constant plus a sum, so that their groups are exact."""
