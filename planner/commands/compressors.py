@@ -14,7 +14,7 @@ from gckernels.toolkit.quantizer.host import c_source
 
 from .common.console import Console
 from .common.files import add_outputs
-from .common.outcome import Outcome, wrong_use
+from .common.outcome import Outcome, Part, wrong_use
 from .common.tables import table
 
 _REFERENCE_SHAPE = (1024, 1024)
@@ -41,7 +41,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         if given.triton or given.c:
             raise wrong_use("--triton and --c print the functions of a compressor, and none is named", _ALL)
         records = [record_of(gckernels.from_spec(name)) for name in sorted(gckernels.COMPRESSORS)]
-        return Outcome(compressors_table(records), records)
+        return Outcome([compressors_part(records)])
     try:
         method = gckernels.from_spec(given.spec)
         if given.triton or given.c:
@@ -50,10 +50,10 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
                 raise wrong_use(f"{method.name} has no generated functions: {by_hand}", _ALL)
             text = triton_source(method) if given.triton else c_source(method)
             record = {"compressor": given.spec, "language": "triton" if given.triton else "c", "source": text}
-            return Outcome(text.removesuffix("\n"), record)
+            return Outcome([Part(text.removesuffix("\n"), record)])
     except (TypeError, ValueError) as error:
         raise wrong_use(error, _ALL) from None
-    return Outcome(compressors_table([record_of(method)]), [record_of(method)])
+    return Outcome([compressors_part([record_of(method)])])
 
 
 def record_of(method: gckernels.Compressor) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def record_of(method: gckernels.Compressor) -> dict[str, Any]:
     return record | {"needs_feedback": traits.needs_feedback, "summable": traits.summable}
 
 
-def compressors_table(records: Sequence[Mapping[str, Any]]) -> str:
+def compressors_part(records: Sequence[Mapping[str, Any]]) -> Part:
     """A table of compressors, one line each."""
     columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "compressor": lambda each: each["compressor"],
@@ -72,4 +72,4 @@ def compressors_table(records: Sequence[Mapping[str, Any]]) -> str:
         "feedback": lambda each: "yes" if each["needs_feedback"] else "no",
         "summable": lambda each: "yes" if each["summable"] else "no",
     }
-    return table(records, columns, left=(0, 2, 3))
+    return Part(table(records, columns, left=(0, 2, 3)), records)

@@ -31,11 +31,11 @@ from .common.inputs import (
     trace_of,
     with_sizes_of,
 )
-from .common.outcome import Outcome, bad_data, wrong_use
-from .studies.explanation import differences, explain, judged, timeline_record
+from .common.outcome import BLANK, Outcome, Part, bad_data, wrong_use
+from .studies.explanation import differences, explain, judged
 from .studies.memory import PlanMemory
-from .studies.updates import updates_instead
-from .texts.explanation_text import comparison, text
+from .studies.updates import NO_UPDATES, updates_instead
+from .texts.explanation_text import comparison, parts
 from .texts.pictures import draw_timelines
 from .texts.use_text import use_of
 
@@ -84,25 +84,24 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         predicted = timelines[given.plan]
         instead = updates_instead(problem, predicted.step_s, partial(problem_of_rounds, given, trace, machine))
     band, memory = replace(Band.of(problem), margin=problem.margin(predicted)), PlanMemory.of(problem, plan)
-    lines, record = [text(given.plan, found, band, given.unit)], found.record()
+    results = parts(given.plan, found, band, given.unit)
     if given.against is not None:
-        lines += ["", comparison(timelines, plans, band)]
-        record["against"] = timeline_record(timelines[given.against])
-    lines += ["", memory.line(), *([] if memory.fits else [f"{given.plan} does not fit. {memory.why_not}"])]
-    if instead is not None:
-        lines.append(instead.line())
+        results.append(comparison(timelines, plans, band))
+    results += [BLANK, memory.part()]
+    if not memory.fits:
+        results.append(Part(f"{given.plan} does not fit. {memory.why_not}"))
+    results.append(NO_UPDATES if instead is None else instead.part())
     made_elsewhere = differences(plan, problem)
     if given.plan != STANDARD and not made_elsewhere:
-        lines.append(f"{use_of(given.plan, problem)}.")
+        results.append(Part(f"{use_of(given.plan, problem)}."))
+    results += [band.part(), Part(None, caveats.record())]
     files: dict[str | None, str | bytes] = {}
     if given.png is not None:
         files[given.png] = draw_timelines(timelines, band)
     if given.perfetto is not None:
         files[given.perfetto] = _events(timelines, band)
     notes = [f"{given.plan}: {line}" for line in made_elsewhere] + caveats.lines()
-    record |= band.record() | memory.record() | caveats.record()
-    record["updates_instead"] = None if instead is None else instead.record()
-    return Outcome("\n".join([*lines, *band.notes()]), record, files, notes)
+    return Outcome(results, files, notes)
 
 
 def _plan_for(trace: ModelTrace, path: str) -> Plan:

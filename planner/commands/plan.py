@@ -37,7 +37,7 @@ from .studies.prediction import predict
 from .studies.sweeps import sweep_from
 from .studies.updates import step_costs, updates_instead
 from .texts.pictures import draw_sweeps
-from .texts.plan_text import record, text
+from .texts.plan_text import parts
 from .texts.use_text import use_of
 
 
@@ -111,12 +111,11 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     files: dict[str | None, str | bytes] = {given.output: json.dumps(plan.to_json(), indent=1) + "\n"}
     if given.png is not None and elsewhere is not None:
         files[given.png] = draw_sweeps(elsewhere.sweeps)
-    results = record(problem, here, steps, elsewhere, instead) | caveats.record()
     notes = caveats.lines()
     if given.output not in (None, STANDARD):
         notes.append(use_of(given.output, problem))
     code = Exit.OK if here.pays else Exit.DOES_NOT_PAY
-    return Outcome(text(problem, caveats, here, steps, elsewhere, instead), results, files, notes, code)
+    return Outcome(parts(problem, caveats, here, steps, elsewhere, instead), files, notes, code)
 
 
 def _start_step_of(given: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from ..profiling import measure
 from .common.console import Console
 from .common.files import add_outputs
 from .common.inputs import methods_of
-from .common.outcome import Outcome, wrong_use
+from .common.outcome import Outcome, Part, wrong_use
 from .common.tables import table
 
 _AGAIN = "measure again, with nothing else running"
@@ -82,7 +82,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     if profile.bad:
         uses = "plans use them only where they must, and say how wrong predictions may be then"
         notes.append(f"disturbed: {', '.join(profile.bad)}; {uses}; {_AGAIN} or with more --seconds")
-    return Outcome(summary(profile), profile.to_json(), {given.output: profile.to_text()}, notes)
+    return Outcome([Part(summary(profile), profile.to_json())], {given.output: profile.to_text()}, notes)
 
 
 def _topology(machines: int | None, world_size: int) -> tuple[int, int] | None:

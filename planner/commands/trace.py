@@ -19,7 +19,7 @@ from gckernels.sync.tracing.model_tracing import ModelTracing, trace_model
 from .common.console import Console
 from .common.files import STANDARD, add_outputs
 from .common.inputs import methods_of
-from .common.outcome import Outcome, wrong_use
+from .common.outcome import BLANK, Outcome, Part, wrong_use
 from .common.scripts import add_script, measured
 from .common.tables import table
 
@@ -61,54 +61,49 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     notes = []
     if given.output not in (None, STANDARD):
         notes.append(f"gckernels plan {given.output} MACHINE -o plan.json makes a plan")
-    return Outcome(summary(trace), as_record(trace), {given.output: trace.to_text()}, notes)
+    return Outcome(parts_of(trace), {given.output: trace.to_text()}, notes)
 
 
 def _trace_of(recording: ModelTracing) -> ModelTrace:
     return recording.trace
 
 
-def summary(trace: ModelTrace) -> str:
-    """Tables of a trace for people: sizes and times; the compressors with their errors."""
-    rows = {
-        "tensors": f"{plural(len(trace.tensors), 'tensor')}, {trace.numel:,} elements, {volume(trace.nbytes)}",
-        "forward": duration(trace.forward_s),
-        "backward": duration(trace.backward_s),
-        "first gradient ready": duration(trace.tensors[0].ready_s),
-        "last gradient ready": duration(trace.tensors[-1].ready_s),
-        "optimizer": duration(trace.optimizer_s),
-        "buckets": plural(len(trace.buckets), "bucket") if trace.buckets else "none, not a DDP model",
-        **({"gathers of parameters": str(len(trace.gathers))} if trace.gathers else {}),
+def facts_of(trace: ModelTrace) -> dict[str, Part]:
+    """The sizes and times of a trace, by their names for people."""
+    numel, buckets, gathers = trace.numel, len(trace.buckets), len(trace.gathers)
+    tensors = f"{plural(len(trace.tensors), 'tensor')}, {numel:,} elements, {volume(trace.nbytes)}"
+    times = {
+        "forward": ("forward_s", trace.forward_s),
+        "backward": ("backward_s", trace.backward_s),
+        "first gradient ready": ("first_ready_s", trace.tensors[0].ready_s),
+        "last gradient ready": ("last_ready_s", trace.tensors[-1].ready_s),
+        "optimizer": ("optimizer_s", trace.optimizer_s),
     }
-    text = table(rows, {trace.model: str, "": rows.__getitem__}, left=(0, 1))
-    errors = measured_errors(trace)
-    if errors:
-        safe, aggressive = (_counts(trace, accuracy) for accuracy in ("safe", "aggressive"))
-        columns: dict[str, Callable[[str], str]] = {
-            "compressor": str,
-            "error": lambda spec: three_digits(errors[spec]),
-            "safe for": lambda spec: str(safe[str(gckernels.from_spec(spec))]),
-            "aggressive for": lambda spec: str(aggressive[str(gckernels.from_spec(spec))]),
-        }
-        text += "\n\n" + table(errors, columns)
-    return text
-
-
-def as_record(trace: ModelTrace) -> dict[str, Any]:
-    """The same as JSON values."""
     return {
-        "model": trace.model,
-        "tensors": len(trace.tensors),
-        "numel": trace.numel,
-        "forward_s": trace.forward_s,
-        "backward_s": trace.backward_s,
-        "last_ready_s": trace.tensors[-1].ready_s,
-        "optimizer_s": trace.optimizer_s,
-        "buckets": len(trace.buckets),
-        "gathers": len(trace.gathers),
-        "errors": measured_errors(trace),
-        "source": trace.source,
+        "tensors": Part(tensors, {"tensors": len(trace.tensors), "numel": numel}),
+        **{name: Part(duration(seconds), {key: seconds}) for name, (key, seconds) in times.items()},
+        "buckets": Part(plural(buckets, "bucket") if buckets else "none, not a DDP model", {"buckets": buckets}),
+        "gathers of parameters": Part(str(gathers) if gathers else None, {"gathers": gathers}),
     }
+
+
+def parts_of(trace: ModelTrace) -> list[Part]:
+    """A trace in two tables: sizes and times; the compressors with their errors."""
+    facts, errors = facts_of(trace), measured_errors(trace)
+    shown = {name: part.text for name, part in facts.items() if part.text is not None}
+    record = {"model": trace.model, "source": trace.source}
+    parts = [Part(table(shown, {trace.model: str, "": shown.__getitem__}, left=(0, 1)), record)]
+    parts += [Part(None, part.record) for part in facts.values()]
+    if not errors:
+        return [*parts, Part(None, {"errors": {}})]
+    safe, aggressive = (_counts(trace, accuracy) for accuracy in ("safe", "aggressive"))
+    columns: dict[str, Callable[[str], str]] = {
+        "compressor": str,
+        "error": lambda spec: three_digits(errors[spec]),
+        "safe for": lambda spec: str(safe[str(gckernels.from_spec(spec))]),
+        "aggressive for": lambda spec: str(aggressive[str(gckernels.from_spec(spec))]),
+    }
+    return [*parts, BLANK, Part(table(errors, columns), {"errors": errors})]
 
 
 def measured_errors(trace: ModelTrace) -> dict[str, float]:

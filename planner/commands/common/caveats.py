@@ -17,7 +17,7 @@ from ...drafts.problem import Problem
 from ...machines.description import Description
 from ...machines.machine import Machine
 from ...machines.profile import Profile
-from .outcome import bad_data
+from .outcome import Part, bad_data
 
 NOTED = 4  # prices that are named
 
@@ -71,8 +71,9 @@ class Band:
         word = "estimated" if self.estimated else "expected"
         return f"{word}: {number if high.endswith(f' {unit}') else low} to {high}"
 
-    def notes(self) -> list[str]:
-        """Sentences about all times of an output; none if they are those of whole steps on a measured machine."""
+    def part(self) -> Part:
+        """The band, with sentences about all times of an output if they are not those of whole steps on a measured
+        machine."""
         found = []
         if not self.whole_step:
             found.append(
@@ -82,11 +83,8 @@ class Band:
         if self.estimated:
             machine = "the machine is described, not measured"
             found.append(f"All times are estimated, +-{whole_percent(self.margin)}: {machine}.")
-        return found
-
-    def record(self) -> dict[str, Any]:
-        """The band as JSON."""
-        return {"estimated": self.estimated, "margin": self.margin, "whole_step": self.whole_step}
+        record = {"estimated": self.estimated, "margin": self.margin, "whole_step": self.whole_step}
+        return Part("\n".join(found) or None, record)
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,36 @@ class Exit(IntEnum):
 
 
 @dataclass(frozen=True)
+class Part:
+    """Facts among the results, the same for people and for scripts."""
+
+    text: str | None = None  # their lines; None if people need none
+    record: Any = field(default_factory=dict)  # JSON values: entries of an object, or of any kind if it is alone
+
+
+BLANK = Part("")
+"""An empty line."""
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """The results of a verb, which the command writes and prints.
+    """The results of a verb, which the command writes and prints."""
 
-    Attributes:
-        text: the results for people.
-        record: the same as JSON values, for ``--json``.
-        files: the contents of the files to write, by path; paths that are ``None`` were not asked for.
-        notes: lines about the run, for stderr.
-        code: the exit code.
-    """
-
-    text: str = ""
-    record: Any = None
-    files: Mapping[str | None, str | bytes] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    parts: Sequence[Part] = ()  # in the order in which people read them
+    files: Mapping[str | None, str | bytes] = field(default_factory=dict)  # contents by path; None was not asked for
+    notes: Sequence[str] = ()  # lines about the run, for stderr
     code: Exit = Exit.OK
+
+    @property
+    def text(self) -> str:
+        """The results for people."""
+        return "\n".join(part.text for part in self.parts if part.text is not None)
+
+    @property
+    def record(self) -> Any:
+        """The same as JSON values, for ``--json``."""
+        records = [part.record for part in self.parts if part.record]
+        return records[0] if len(records) == 1 else {key: value for each in records for key, value in each.items()}
 
 
 class CommandError(Exception):

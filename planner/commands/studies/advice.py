@@ -150,8 +150,8 @@ class Advice:
             "pays": self.pays,
             "compresses": self.compresses,
             "better": None if better is None else {"policy": better.policy, "step_s": better.step_s},
-            **self.band.record(),
-            **self.memory.record(),
+            **self.band.part().record,
+            **self.memory.part().record,
         }
 
 

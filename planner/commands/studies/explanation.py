@@ -6,8 +6,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -99,17 +98,6 @@ class Explanation:
     messages: tuple[MessageCost, ...]
     chain: tuple[ChainPiece, ...]
     what_if_s: Mapping[str, float]
-
-    def record(self) -> dict[str, Any]:
-        """The explanation as JSON; times are in seconds."""
-        most = busiest(self.timeline)
-        return timeline_record(self.timeline) | {
-            "none_s": self.none_s,
-            "busiest": None if most is None else {"resource": most[0].value, "busy_s": most[1]},
-            "chain": list(map(asdict, self.chain)),
-            "what_if_s": dict(self.what_if_s),
-            "messages": list(map(asdict, self.messages)),
-        }
 
 
 def explain(
@@ -223,12 +211,6 @@ def busiest(found: Timeline) -> tuple[Shared, float] | None:
 def averaged_s(found: Timeline) -> float:
     """Seconds from the start of backward until all gradients are averaged."""
     return found.step_s - found.forward_s - found.optimizer_s
-
-
-def timeline_record(found: Timeline) -> dict[str, Any]:
-    """The times of a timeline as JSON, in seconds."""
-    times = {name: getattr(found, name) for name in ("step_s", "forward_s", "backward_s", "exposed_s", "optimizer_s")}
-    return times | {"busy_s": {shared.value: seconds for shared, seconds in found.busy_s.items()}}
 
 
 def differences(plan: Plan, problem: Problem) -> list[str]:

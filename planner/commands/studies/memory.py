@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from gckernels.codec import Codec
 from gckernels.sync.frontends.budget import rank_nbytes
@@ -13,6 +12,7 @@ from gckernels.sync.plans.plan import Plan
 
 from ...drafts.problem import Problem
 from ...machines.machine import Shared
+from ..common.outcome import Part
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,13 @@ class PlanMemory:
         """The tensors that any plan needs."""
         return "weights, gradients, anchors and updates" if self.of_updates else "weights and gradients"
 
-    def line(self) -> str:
-        """Sentences for people."""
+    def part(self) -> Part:
+        """The memory, in sentences."""
         has = "the machine does not say how much it has"
         if self.has_nbytes is not None:
             has = f"it has {volume(self.has_nbytes)}"
-        return (
+        line = (
             f"Memory of a rank: {volume(self.model_nbytes)} for {self._held}, {volume(self.plan_nbytes)} for "
             f"residuals and buffers; {has}. Activations and the optimizer's state come on top."
         )
-
-    def record(self) -> dict[str, Any]:
-        """The memory as JSON."""
-        return {"memory": asdict(self) | {"fits": None if self.has_nbytes is None else self.fits}}
+        return Part(line, {"memory": asdict(self) | {"fits": None if self.has_nbytes is None else self.fits}})

@@ -6,8 +6,7 @@ import bisect
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from gckernels.ops import Identity
 from gckernels.sync.plans.plan import Plan, PlanError
@@ -53,22 +52,6 @@ class Elsewhere:
     sweeps: tuple[SweepResult, ...]
     limit: BandwidthLimit | None = None
     enough: EnoughRatio | None = None
-
-    def record(self) -> dict[str, Any]:
-        """The predictions as JSON; times are in seconds."""
-        sweeps = [
-            {
-                "name": each.sweep.name,
-                "values": each.sweep.values,
-                "points": [point.record() for point in each.points],
-            }
-            for each in self.sweeps
-        ]
-        return {
-            "sweeps": sweeps,
-            "limit": self.limit and asdict(self.limit),
-            "enough": self.enough and asdict(self.enough),
-        }
 
 
 def predict(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gckernels.sync.plans.numbers import duration
 from gckernels.sync.plans.plan import Frontend, Plan, PlanError
@@ -16,6 +15,7 @@ from ...drafts.problem import Problem, ProblemError
 from ...drafts.rounds import UpdateRounds
 from ...machines.machine import MachineError
 from ...timeline.timeline import timeline
+from ..common.outcome import Part
 from .memory import PlanMemory
 
 LONG = 2.0
@@ -92,17 +92,18 @@ class UpdatesInstead:
     step_s: float
     waits_s: float
 
-    def line(self) -> str:
-        """A sentence for people."""
-        return (
+    def part(self) -> Part:
+        """The rounds, in sentences."""
+        line = (
             f"A step still waits {duration(self.waits_s)} for the network. If updates are averaged in place of "
             f"gradients, with --every {self.every} --delay {self.delay}, a step takes {duration(self.step_s)}; that "
             "is another training (docs: Train over a very slow link)."
         )
+        return Part(line, {"updates_instead": {"every": self.every, "delay": self.delay, "step_s": self.step_s}})
 
-    def record(self) -> dict[str, Any]:
-        """The same as JSON; times are in seconds."""
-        return {"every": self.every, "delay": self.delay, "step_s": self.step_s}
+
+NO_UPDATES = Part(None, {"updates_instead": None})
+"""The part of results without such rounds."""
 
 
 def updates_instead(

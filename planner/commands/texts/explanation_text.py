@@ -1,8 +1,10 @@
-"""Explanations of plans as text for people."""
+"""Explanations of plans, for people and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from gckernels.sync.plans.numbers import duration, percent, three_digits, volume
 from gckernels.sync.plans.plan import Plan
@@ -10,6 +12,7 @@ from gckernels.sync.plans.plan import Plan
 from ...machines.machine import Shared
 from ...timeline.timeline import Timeline
 from ..common.caveats import Band
+from ..common.outcome import BLANK, Part
 from ..common.tables import shortened, table
 from ..studies.alternatives import UnitAlternative
 from ..studies.explanation import Explanation, MessageCost, averaged_s, busiest, summary
@@ -25,30 +28,39 @@ _RESOURCES = {
 }
 
 
-def text(name: str, found: Explanation, band: Band, unit: str | None) -> str:
+def parts(name: str, found: Explanation, band: Band, unit: str | None) -> list[Part]:
     """The explanation of a plan, or of one of its units."""
     step_s, tried = found.timeline.step_s, [each for each in found.messages if each.alternatives]
     gain = found.none_s / step_s if step_s else 1.0
     takes = f"{band.takes} {duration(step_s)} ({band.text(step_s)})"
-    parts = [
-        f"{name}: {takes}, {gain:.2f} times as fast as without compression ({duration(found.none_s)})",
-        _phases(found.timeline),
-    ]
+    head = f"{name}: {takes}, {gain:.2f} times as fast as without compression ({duration(found.none_s)})"
+    lines = []
     if unit is not None:
         heading = f"With {unit} alone sent in another way:"
         table_ = _alternatives_table(found.messages[0].alternatives, step_s, band)
-        parts += ["", _messages_table(found.messages), "", heading, "", table_]
+        lines += ["", _messages_table(found.messages), "", heading, "", table_]
     elif tried:
-        parts += ["", _messages_table(tried, step_s)]
+        lines += ["", _messages_table(tried, step_s)]
     if rest := [each for each in found.messages if not each.alternatives]:
         nbytes = sum(each.nbytes for each in rest)
         more = "more messages" if tried else "messages"
-        parts.append(
+        lines.append(
             f"{len(rest)} {more} with {volume(nbytes)}: --messages {len(found.messages)} tries these in other ways, too"
         )
-    parts += ["", _why_not_faster(found, band)]
-    parts += [f"With {name}: {duration(seconds)}." for name, seconds in found.what_if_s.items()]
-    return "\n".join(parts)
+    what_if = "\n".join(f"With {name}: {duration(seconds)}." for name, seconds in found.what_if_s.items())
+    return [
+        Part(f"{head}\n{_phases(found.timeline)}", timeline_record(found.timeline) | {"none_s": found.none_s}),
+        Part("\n".join(lines) if lines else None, {"messages": list(map(asdict, found.messages))}),
+        BLANK,
+        _why_not_faster(found, band),
+        Part(what_if, {"what_if_s": dict(found.what_if_s)}),
+    ]
+
+
+def timeline_record(found: Timeline) -> dict[str, Any]:
+    """The times of a timeline as JSON, in seconds."""
+    times = {name: getattr(found, name) for name in ("step_s", "forward_s", "backward_s", "exposed_s", "optimizer_s")}
+    return times | {"busy_s": {shared.value: seconds for shared, seconds in found.busy_s.items()}}
 
 
 def _phases(found: Timeline) -> str:
@@ -121,22 +133,24 @@ def _alternatives_table(tried: Sequence[UnitAlternative], step_s: float, band: B
     return table(sorted(tried, key=lambda each: each.step_s), columns, left=(0, 1, 5))
 
 
-def _why_not_faster(found: Explanation, band: Band) -> str:
+def _why_not_faster(found: Explanation, band: Band) -> Part:
     """Sentences about the busiest resource and about everything that the step waits for."""
-    parts = []
+    sentences: list[str] = []
+    record: dict[str, Any] = {"busiest": None, "chain": list(map(asdict, found.chain))}
     if most := busiest(found.timeline):
         shared, seconds = most
+        record["busiest"] = {"resource": shared.value, "busy_s": seconds}
         verb = "are" if shared in (Shared.CORES, Shared.INTRA) else "is"
         between = " between forward and optimizer" if band.whole_step else ""
         of = f"{duration(seconds)} of {duration(averaged_s(found.timeline))}"
-        parts.append(f"{_RESOURCES[shared]} {verb} busy for {of}{between}")
+        sentences.append(f"{_RESOURCES[shared]} {verb} busy for {of}{between}")
     pieces = ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary(found.chain))
-    parts.append(f"the step waits for {pieces}")
-    return f"Why not faster: {'; '.join(parts)}."
+    sentences.append(f"the step waits for {pieces}")
+    return Part(f"Why not faster: {'; '.join(sentences)}.", record)
 
 
-def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan], band: Band) -> str:
-    """A table of two plans, and the number of units that they send in different ways."""
+def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan], band: Band) -> Part:
+    """A table of two plans, and the number of units that they send in different ways; in JSON the second's times."""
     columns: dict[str, Callable[[str], str]] = {
         "plan": str,
         band.column: lambda name: duration(timelines[name].step_s),
@@ -149,7 +163,8 @@ def comparison(timelines: Mapping[str, Timeline], plans: Mapping[str, Plan], ban
     differing = [key for key in one if one[key] != other.get(key)]
     few = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
     differ = f"{len(differing)} of {len(one)} units differ{f': {few}' if few else ''}"
-    return f"{table(timelines, columns, left=(0, 5))}\n{differ}"
+    _, against = timelines.values()
+    return Part(f"\n{table(timelines, columns, left=(0, 5))}\n{differ}", {"against": timeline_record(against)})
 
 
 def _busiest(found: Timeline) -> str:

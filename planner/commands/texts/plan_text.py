@@ -1,10 +1,9 @@
-"""Chosen plans, and where compression pays, as text for people and as JSON."""
+"""Chosen plans, and where compression pays, for people and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from gckernels.sync.accuracy.accuracy import error_on
 from gckernels.sync.plans.names import short_spec, summary_of
@@ -15,64 +14,74 @@ from ...choice import Choice, Row
 from ...drafts.problem import Problem
 from ...machines.published import ON_DEVICE, SLOWER
 from ..common.caveats import Band, Caveats
+from ..common.outcome import BLANK, Part
 from ..common.tables import table
 from ..studies.advice import Advice
 from ..studies.prediction import HIGH_BIT_PER_S, LOW_BIT_PER_S, NEAR, Elsewhere, SweepResult
 from ..studies.sweeps import software_limit
-from ..studies.updates import StepCost, UpdatesInstead
+from ..studies.updates import NO_UPDATES, StepCost, UpdatesInstead
 
 
-def text(
+def parts(
     problem: Problem,
     caveats: Caveats,
     here: Advice,
     steps: Sequence[StepCost],
     elsewhere: Elsewhere | None,
     instead: UpdatesInstead | None,
-) -> str:
-    """Everything that ``gckernels plan`` says."""
-    choice, band = here.choice, here.band
-    lines = [
-        _head(problem),
-        *_compressors_lines(problem, caveats),
-        "",
-        _policies_table(choice, band),
-        *band.notes(),
-        *_published_lines(problem, choice),
-        "",
-    ]
-    if steps:
-        lines += [_steps_table(steps), ""]
-    if elsewhere is not None:
-        lines += _elsewhere_lines(problem, here, elsewhere)
+) -> list[Part]:
+    """Everything that ``gckernels plan`` says; times are in seconds in JSON."""
+    choice = here.choice
     units = f"{plural(len(choice.plan.units), 'unit')}: {summary_of(choice.plan, problem.topology.world_size)}"
-    lines += [f"The plan of {choice.policy} has {units}.", here.memory.line(), here.text]
-    return "\n".join(lines if instead is None else [*lines, instead.line()])
+    published = _published_line(problem, choice)
+    found = [
+        _head(problem),
+        _compressors(problem, caveats),
+        BLANK,
+        _policies(choice, here.band),
+        here.band.part(),
+        *([] if published is None else [Part(published)]),
+        BLANK,
+        *_steps(problem, steps),
+        *([] if elsewhere is None else _elsewhere(problem, here, elsewhere)),
+        Part(f"The plan of {choice.policy} has {units}."),
+        here.memory.part(),
+        Part(here.text, here.record() | {"advice": here.text}),
+    ]
+    return [*found, NO_UPDATES if instead is None else instead.part()]
 
 
-def _head(problem: Problem) -> str:
+def _head(problem: Problem) -> Part:
     """A sentence about the inputs."""
     trace, step, topology = problem.trace, problem.step, problem.topology
     rest = duration(step.forward_s + step.optimizer_s) if step.is_whole_step else "not known"
     averaged = problem.frontend.traits.launched_in if problem.rounds is None else "sync.Updates"
     ranks = f"{plural(topology.world_size, 'rank')} ({topology.machines} x {topology.devices})"
     weights = "" if problem.weights is None else f" Parameters are gathered by {short_spec(problem.weights)}."
-    return (
+    line = (
         f"{trace.model} on {problem.machine.name}, {ranks}: {plural(len(trace.tensors), 'tensor')}, "
         f"{volume(trace.nbytes)}, backward {duration(step.backward_s)}, forward and optimizer {rest}. "
         f"For {averaged}.{weights}"
     )
+    record = {
+        "model": trace.model,
+        "machine": problem.machine.name,
+        "topology": {"machines": topology.machines, "devices": topology.devices},
+        "frontend": problem.frontend.value,
+        "weights": None if problem.weights is None else short_spec(problem.weights),
+    }
+    return Part(line, record)
 
 
-def _compressors_lines(problem: Problem, caveats: Caveats) -> list[str]:
+def _compressors(problem: Problem, caveats: Caveats) -> Part:
     """Sentences about the compressors that may be used, about those that were named and cannot be, and about those
     whose errors were not measured."""
-    specs = ", ".join(map(short_spec, problem.compressors)) or "none; only programs are chosen"
-    lines = [f"Allowed compressors: {specs}."]
+    specs, assumed = list(map(short_spec, problem.compressors)), _assumed_errors(problem)
+    lines = [f"Allowed compressors: {', '.join(specs) or 'none; only programs are chosen'}."]
     lines += [f"No gradient may use {spec}: {why}." for spec, why in caveats.unusable.items()]
-    if assumed := _assumed_errors(problem):
+    if assumed:
         lines.append(f"Errors are assumed, as on synthetic gradients, where the trace has none: {', '.join(assumed)}.")
-    return lines
+    return Part("\n".join(lines), {"allowed": specs, "assumed_errors": assumed} | caveats.record())
 
 
 def _assumed_errors(problem: Problem) -> list[str]:
@@ -87,14 +96,14 @@ def _assumed_errors(problem: Problem) -> list[str]:
     return found
 
 
-def _published_lines(problem: Problem, choice: Choice) -> list[str]:
+def _published_line(problem: Problem, choice: Choice) -> str | None:
     """A sentence about the published system whose plan is chosen, if it was measured to be slower."""
     if choice.policy == "byteps" and Place.HOST not in problem.places:
-        return [ON_DEVICE]
-    return [SLOWER[choice.policy].line()] if choice.policy in SLOWER and problem.machine.estimated else []
+        return ON_DEVICE
+    return SLOWER[choice.policy].line() if choice.policy in SLOWER and problem.machine.estimated else None
 
 
-def _policies_table(choice: Choice, band: Band) -> str:
+def _policies(choice: Choice, band: Band) -> Part:
     """A table of all policies: step, speed-up, time that backward does not hide, relative error of the gradients, and
     seconds of the search."""
     none_s = choice.none.step_s
@@ -106,11 +115,15 @@ def _policies_table(choice: Choice, band: Band) -> str:
         "error": lambda row: "0" if not row.error else three_digits(row.error),
         "found in": lambda row: duration(row.found_s),
     }
-    return table(choice.rows, columns)
+    keys = ("policy", "step_s", "exposed_s", "error", "found_s", "margin")
+    record = [{key: getattr(row, key) for key in keys} for row in choice.rows]
+    return Part(table(choice.rows, columns), {"policies": record})
 
 
-def _steps_table(steps: Sequence[StepCost]) -> str:
-    """A table of training steps: time, speed-up, and bits that are sent."""
+def _steps(problem: Problem, steps: Sequence[StepCost]) -> list[Part]:
+    """A table of training steps where updates are averaged: time, speed-up, and bits that are sent."""
+    if problem.rounds is None:
+        return []
     plain_s = steps[0].step_s
     columns: dict[str, Callable[[StepCost], str]] = {
         "training step": lambda step: step.name,
@@ -118,20 +131,25 @@ def _steps_table(steps: Sequence[StepCost]) -> str:
         "vs DDP": lambda step: f"{plain_s / step.step_s:.2f}" if step.step_s else "",
         "bits sent per element": lambda step: three_digits(step.sent_bits),
     }
-    return table(steps, columns)
+    rounds = {"every": problem.rounds.every, "delay": problem.rounds.delay}
+    return [Part(table(steps, columns), {"rounds": rounds, "training_steps": list(map(asdict, steps))}), BLANK]
 
 
 # -------------------------------------------------------------------- elsewhere
 
 
-def _elsewhere_lines(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
+def _elsewhere(problem: Problem, here: Advice, found: Elsewhere) -> list[Part]:
     """A table for each sweep, and sentences about limits, with empty lines behind them."""
-    lines = []
+    lines, sweeps = [], []
     for result in found.sweeps:
         lines += [_sweep_table(result, "best" if here.of_all else here.choice.policy), ""]
+        points = [point.record() for point in result.points]
+        sweeps.append({"name": result.sweep.name, "values": result.sweep.values, "points": points})
     if not here.band.estimated and any(point.band.estimated for result in found.sweeps for point in result.points):
         lines += ["What differs from the measured machine is estimated, +-25 %.", ""]
-    return [*lines, *_limits(problem, here, found), ""]
+    limits = {"limit": found.limit and asdict(found.limit), "enough": found.enough and asdict(found.enough)}
+    text = "\n".join(_limits(problem, here, found))
+    return [Part("\n".join(lines) if lines else None, {"sweeps": sweeps}), Part(text, limits), BLANK]
 
 
 def _sweep_table(result: SweepResult, plan: str) -> str:
@@ -164,33 +182,3 @@ def _limits(problem: Problem, here: Advice, found: Elsewhere) -> list[str]:
     if found.enough.ratio == 1.0:
         return [*lines, f"No ratio of compression is needed here: {least}."]
     return [*lines, f"{three_digits(found.enough.ratio)} times fewer bytes would be enough here: then {least}."]
-
-
-# -------------------------------------------------------------------- JSON
-
-
-def record(
-    problem: Problem,
-    here: Advice,
-    steps: Sequence[StepCost],
-    elsewhere: Elsewhere | None,
-    instead: UpdatesInstead | None,
-) -> dict[str, Any]:
-    """The choice as JSON; times are in seconds."""
-    columns = ("policy", "step_s", "exposed_s", "error", "found_s", "margin")
-    found = {
-        "model": problem.trace.model,
-        "machine": problem.machine.name,
-        "topology": {"machines": problem.topology.machines, "devices": problem.topology.devices},
-        "frontend": problem.frontend.value,
-        "weights": None if problem.weights is None else short_spec(problem.weights),
-        "allowed": list(map(short_spec, problem.compressors)),
-        "assumed_errors": _assumed_errors(problem),
-        "advice": here.text,
-        "updates_instead": None if instead is None else instead.record(),
-        "policies": [{name: getattr(row, name) for name in columns} for row in here.choice.rows],
-    }
-    if problem.rounds is not None:
-        found["rounds"] = {"every": problem.rounds.every, "delay": problem.rounds.delay}
-        found["training_steps"] = list(map(asdict, steps))
-    return found | here.record() | ({} if elsewhere is None else elsewhere.record())

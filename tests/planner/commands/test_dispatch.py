@@ -13,7 +13,7 @@ import gckernels
 from gckernels.planner import commands
 from gckernels.planner.commands import dispatch
 from gckernels.planner.commands.common.files import add_outputs
-from gckernels.planner.commands.common.outcome import Exit, Outcome, bad_data
+from gckernels.planner.commands.common.outcome import Exit, Outcome, Part, bad_data
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_bug_is_one_line_with_its_place(verb, capsys, monkeypatch):
 
 
 def test_tables_or_json(verb, capsys):
-    verb(lambda given, console: Outcome("a table", {"a": 1}))
+    verb(lambda given, console: Outcome([Part("a table", {"a": 1})]))
     assert commands.main(["probe"]) == 0
     assert capsys.readouterr().out == "a table\n"
     assert commands.main(["probe", "--json"]) == 0
@@ -113,7 +113,7 @@ def test_tables_or_json(verb, capsys):
 
 
 def test_files_are_written_before_their_notes(verb, capsys, tmp_path):
-    verb(lambda given, console: Outcome("a table", files={given.output: "content"}, notes=["a note"]))
+    verb(lambda given, console: Outcome([Part("a table")], files={given.output: "content"}, notes=["a note"]))
     path = tmp_path / "x.json"
     assert commands.main(["probe", "-o", str(path)]) == 0
     printed = capsys.readouterr()
@@ -130,7 +130,7 @@ def test_other_ranks_print_and_write_nothing(verb, capsys, monkeypatch, tmp_path
         console.progress(0.5)
         if fails:
             raise bad_data("wrong")
-        return Outcome("a table", {}, {given.output: "content"}, ["another note"], Exit.BAD_DATA)
+        return Outcome([Part("a table")], {given.output: "content"}, ["another note"], Exit.BAD_DATA)
 
     verb(run)
     monkeypatch.setenv("RANK", "3")
