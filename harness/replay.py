@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gckernels.planner.timeline.simulator import Need
-from gckernels.planner.timeline.virtual_lanes import Cost, VirtualLanes
+from gckernels.planner.timeline.virtual_lanes import VirtualLanes
 from gckernels.sync.programs.lanes import lane_key, route_of, submit_stages
 from gckernels.sync.programs.stages import Resource, StageKind, StageSpec
 from gckernels.sync.programs.steps import Level, Place
@@ -165,13 +165,13 @@ def replay(messages: list[ReplayedMessage], with_hand_overs: bool = False) -> Re
     """
     message_s = 0.0
 
-    def cost(stage: ReplayedStage) -> Cost:
+    def need(stage: ReplayedStage) -> Need:
         if stage.begun_s is not None:
-            return Cost(Need(stage.end_s - stage.begun_s), stage.begun_s - message_s)
-        return Cost(Need(stage.end_s - stage.start_s + (stage.handed_over_s if with_hand_overs else 0.0)))
+            return Need(stage.end_s - stage.begun_s, submit_s=stage.begun_s - message_s)
+        return Need(stage.end_s - stage.start_s + (stage.handed_over_s if with_hand_overs else 0.0))
 
     first_s = min(message.submitted_s for message in messages)
-    lanes = VirtualLanes(cost)
+    lanes = VirtualLanes(need)
     for _, group in itertools.groupby(messages, key=lambda message: message.bucket):
         tokens, bucket = [], list(group)
         for message in bucket:

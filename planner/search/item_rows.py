@@ -23,7 +23,7 @@ from ..drafts.drafts import MAX_CHANNELS, Option, cut
 from ..drafts.problem import Problem
 from ..machines.machine import Floats, MachineError, Shared
 from ..timeline.pricing import Ints, Units
-from .rows import BACKWARD, FAR_S, NOWHERE, UNUSABLE_S, Chain, Gaps, NumberedLanes, Rows
+from .rows import BACKWARD, FAR_S, NOWHERE, UNUSABLE_S, Gaps, MessageRows, NumberedLanes, Rows
 
 Item: TypeAlias = tuple[int, ...]
 """The tensors of a message."""
@@ -56,24 +56,6 @@ class _Family(NamedTuple):
         kind = MessageKind.LOW_RANK if low_rank else MessageKind.ENCODED
         sums = any(isinstance(step, AllReduce) for step in option.program)
         return _Family(kind, option.compressor, sums, 1 if low_rank else option.parts)
-
-
-class _Piece(NamedTuple):
-    """The messages of some items with one option.
-
-    Attributes:
-        option: the number of the option.
-        channel: the channel of the first message of each item.
-        items: the numbers of the items.
-        messages: ``[items, chains]``, the numbers of the messages of each item; -1 for none.
-        chain: their chains.
-    """
-
-    option: int
-    channel: int
-    items: Sequence[int]
-    messages: Ints
-    chain: Chain
 
 
 class RowMaker:
@@ -135,8 +117,8 @@ class RowMaker:
         An option that an item may not use, or for which the machine lacks a price, takes infinitely long.
         """
         pieces = list(self._pieces(items, options))
-        width = max((len(piece.chain.before_s) for piece in pieces), default=1)
-        chains = max((piece.messages.shape[1] for piece in pieces), default=1)
+        width = max((len(found.before_s) for *_, found in pieces), default=1)
+        chains = max((messages.shape[1] for _, _, messages, _ in pieces), default=1)
         shape = (len(items), chains, len(options), width)
         lanes, several = np.full(shape[1:], NOWHERE, dtype=np.intp), set()
         lanes[:, :, 0] = BACKWARD
@@ -144,19 +126,19 @@ class RowMaker:
         before_s[:, 0, :, 0], after_s[:, 0] = 0.0, UNUSABLE_S
         work_s = np.zeros((len(items), len(options), len(self.lanes.resources)))
         flying_s: dict[int, Floats] = {}
-        for option, channel, members, messages, chain in pieces:
-            stages, count = len(chain.before_s), messages.shape[1]
-            before_s[members, :count, option, :stages] = chain.before_s.T[messages]
-            after_s[members, :count, option, :stages] = chain.after_s.T[messages]
-            after_s[members, :count, option, stages:] = chain.after_s[-1][messages][:, :, None]
-            work_s[members, option] = chain.work_s[messages].sum(axis=1)
-            first_s[:count, option] = chain.first_s
+        for option, members, messages, found in pieces:
+            stages, count = len(found.before_s), messages.shape[1]
+            before_s[members, :count, option, :stages] = found.before_s.T[messages]
+            after_s[members, :count, option, :stages] = found.after_s.T[messages]
+            after_s[members, :count, option, stages:] = found.after_s[-1][messages][:, :, None]
+            work_s[members, option] = found.work_s[messages].sum(axis=1)
+            first_s[:count, option] = found.first_s
             for number in range(count):
-                route = chain.lanes[(channel + number) % MAX_CHANNELS]
+                route = found.lanes[(options[option].channel + number) % MAX_CHANNELS]
                 lanes[number, option, :stages] = route
-                for stage in np.flatnonzero(chain.flying_s.any(axis=1)).tolist():
+                for stage in np.flatnonzero(found.flying_s.any(axis=1)).tolist():
                     on_lane = flying_s.setdefault(route[stage], np.zeros(work_s.shape[:2]))
-                    on_lane[members, option] += chain.flying_s[stage, messages[:, number]]
+                    on_lane[members, option] += found.flying_s[stage, messages[:, number]]
             if count > 1:
                 several.add(option)
         work_s = np.concatenate([work_s, *(flying_s[lane][:, :, None] for lane in sorted(flying_s))], axis=2)
@@ -166,8 +148,12 @@ class RowMaker:
 
     # ---------------------------------------------------------------- messages
 
-    def _pieces(self, items: Sequence[Item], options: Sequence[Option]) -> Iterator[_Piece]:
-        """The chains of options for those items that may use them, items of one dtype together."""
+    def _pieces(
+        self, items: Sequence[Item], options: Sequence[Option]
+    ) -> Iterator[tuple[int, list[int], Ints, MessageRows]]:
+        """The rows of options for those items that may use them, items of one dtype together: the number of the option,
+        those of the items, ``[items, chains]`` the numbers of the messages of each item (-1 for none), and the rows of
+        these messages."""
         families: dict[_Family, list[int]] = {}
         for number, option in enumerate(options):
             families.setdefault(_Family.of(option), []).append(number)
@@ -185,10 +171,10 @@ class RowMaker:
                 for row, each in enumerate(of_item):
                     messages[row, : len(each)] = range(len(flat), len(flat) + len(each))
                     flat += each
-                chains = self._chains(family, flat, dtype, [options[number] for number in numbers])
-                for number, chain in zip(numbers, chains, strict=True):
-                    if chain is not None:
-                        yield _Piece(number, options[number].channel, members, messages, chain)
+                rows = self._rows_of(family, flat, dtype, [options[number] for number in numbers])
+                for number, found in zip(numbers, rows, strict=True):
+                    if found is not None:
+                        yield number, members, messages, found
 
     def _messages(self, family: _Family, item: Item) -> list[_Message]:
         """The messages of an item, in the order of their submission. Results are kept, of small items at least."""
@@ -213,23 +199,21 @@ class RowMaker:
             self._cuts[of_class] = [((part, dtype), method, size) for part, (_, size) in enumerate(pieces)]
         return self._cuts[of_class]
 
-    # ---------------------------------------------------------------- chains
-
-    def _chains(
+    def _rows_of(
         self, family: _Family, messages: Sequence[_Message], dtype: torch.dtype, options: Sequence[Option]
-    ) -> list[Chain | None]:
-        """The chain of each option for some messages; ``None`` where the machine lacks a price."""
+    ) -> list[MessageRows | None]:
+        """The rows of each option for some messages; ``None`` where the machine lacks a price."""
         # the first units decide the stages, so those that are sent exactly come last
         methods = list(dict.fromkeys(each for message in messages for each in message))
         methods.sort(key=lambda method: isinstance(method, Identity))
         units = [Units.of(method, [message.get(method, ()) for message in messages]) for method in methods]
         programs = list(dict.fromkeys(option.program for option in options))
-        rows = dict(zip(programs, self._problem.pricer.table(family.kind, programs, units, dtype), strict=True))
-        known: dict[tuple[Program, bool], Chain | None] = {}
+        priced = dict(zip(programs, self._problem.pricer.table(family.kind, programs, units, dtype), strict=True))
+        known: dict[tuple[Program, bool], MessageRows | None] = {}
         for option in options:
-            key, stages = (option.program, option.root is None), rows[option.program]
+            key, stages = (option.program, option.root is None), priced[option.program]
             if key not in known:
                 known[key] = (
-                    None if isinstance(stages, MachineError) else self.lanes.chain(stages, option, len(messages))
+                    None if isinstance(stages, MachineError) else self.lanes.rows_of(stages, option, len(messages))
                 )
         return [known[option.program, option.root is None] for option in options]

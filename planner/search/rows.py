@@ -35,30 +35,18 @@ _HEAD, _TAIL = 9, 3
 """Stages of a ring that wait for their lanes, at its start and at its end."""
 
 
-class Stages(NamedTuple):
-    """A chain of stages, without padding.
-
-    Attributes:
-        lanes: the lane of each stage.
-        before_s: seconds from the start of the chain until each stage needs its lane.
-        after_s: seconds from the start of the chain until each stage ends.
-    """
+class Chain(NamedTuple):
+    """Stages one after the other, those of a message, without padding."""
 
     lanes: Sequence[int]
     before_s: Sequence[float]
     after_s: Sequence[float]
 
 
-class OptionChain(NamedTuple):
-    """Everything that an option does to a state.
+class OptionChains(NamedTuple):
+    """Everything that an option does to a state: the columns of :class:`Rows` for one kind of items."""
 
-    Attributes:
-        chains: its chains of stages.
-        first_s: seconds from its start until its second stage may start.
-        work_s: the work of each resource.
-    """
-
-    chains: tuple[Stages, ...]
+    chains: tuple[Chain, ...]
     first_s: float
     work_s: Sequence[float]
 
@@ -89,7 +77,7 @@ class Rows:
     several: Ints
     size: int
     _finishing: dict[int, Rows] = field(default_factory=dict, init=False)
-    _paths: dict[int, OptionChain] = field(default_factory=dict, init=False)
+    _paths: dict[int, OptionChains] = field(default_factory=dict, init=False)
 
     def finishing_on(self, lane: int) -> Rows:
         """The rows with the lane that waits for whole launches. Results are kept."""
@@ -97,7 +85,7 @@ class Rows:
             self._finishing[lane] = replace(self, lanes=np.where(self.lanes == FINISH, lane, self.lanes))
         return self._finishing[lane]
 
-    def path(self, kind: int, option: int) -> OptionChain:
+    def path(self, kind: int, option: int) -> OptionChains:
         """The chains of an option for a kind of items, without padding. Results are kept."""
         key = kind * self.lanes.shape[1] + option
         found = self._paths.get(key)
@@ -110,8 +98,8 @@ class Rows:
                     self.before_s[kind, chain, option],
                     self.after_s[kind, chain, option],
                 )
-                chains.append(Stages(*(column[used].tolist() for column in columns)))
-            found = OptionChain(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
+                chains.append(Chain(*(column[used].tolist() for column in columns)))
+            found = OptionChains(tuple(chains), float(self.first_s[0, option]), self.work_s[kind, option].tolist())
             self._paths[key] = found
         return found
 
@@ -133,16 +121,16 @@ class Gaps:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """The stages of a program on their lanes, for ``n`` messages; the last entry of every array is for no message.
+class MessageRows:
+    """The stages of ``n`` messages with the same program on their lanes, as in :class:`Rows`; the last entry of every
+    array is for no message.
 
     The first stage is the submission, the last one of a message that is not averaged in place the end of its launch.
 
     Attributes:
         lanes: for each channel of the message the lanes of the stages.
-        before_s, after_s: ``[stages, n + 1]``, as in :class:`Rows`.
-        first_s: likewise.
-        work_s: ``[n + 1, resources]``, the work of each resource over its capacity.
+        before_s, after_s: ``[stages, n + 1]``.
+        work_s: ``[n + 1, resources]``.
         flying_s: ``[stages, n + 1]``, half the seconds of stages that may overlap with one other on their lane.
     """
 
@@ -185,8 +173,8 @@ class NumberedLanes:
         """The lane that waits for whole launches of a plan with the options."""
         return self._number(lane_key(Resource.COMPUTE, phases_of(option.program for option in options)))
 
-    def chain(self, stages: Sequence[PricedStage], option: Option, count: int) -> Chain:
-        """The chain of the priced stages of ``count`` messages with an option.
+    def rows_of(self, stages: Sequence[PricedStage], option: Option, count: int) -> MessageRows:
+        """The priced stages of ``count`` messages with an option.
 
         Most ranks are the roots of few messages if these have different roots. So without a root it is that of a rank
         on another machine than the root, and with another place on it: where it has no part, it waits.
@@ -226,7 +214,7 @@ class NumberedLanes:
         before_s[:, -1], after_s[:, -1] = FAR_S, 0.0
         used = [route[0] != NOWHERE for route in routes]
         lanes = [[route[channel] for route in routes if route[0] != NOWHERE] for channel in range(MAX_CHANNELS)]
-        return Chain(lanes, before_s[used], after_s[used], first_s, work_s, (alone_s * flying)[used])
+        return MessageRows(lanes, before_s[used], after_s[used], first_s, work_s, (alone_s * flying)[used])
 
     def _route(self, spec: StageSpec, channel: int) -> tuple[int, bool, bool]:
         """The lane of a stage; whether it has a lead; whether it waits for the lane."""

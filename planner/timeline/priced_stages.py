@@ -24,7 +24,6 @@ from gckernels.sync.traces.model_trace import ModelTrace
 from ..machines.machine import Floats, Machine, Overheads, Price, Shared
 from .simulator import Need
 from .stage_templates import NO_ROOTS, Roots
-from .virtual_lanes import Cost
 
 
 @dataclass(frozen=True)
@@ -51,27 +50,22 @@ class PricedStage:
         return lane_key(self.spec.resource, self.spec.phase, channel)
 
 
-def cost_of(uneven: Mapping[Shared, float], stage: PricedStage) -> Cost:
-    """The cost of a stage on a lane of the engine, with links as uneven as :func:`unevenness` says."""
-    return Cost(_need_on(uneven, stage), stage.price.submit_s)
+def need_here(uneven: Mapping[Shared, float], stage: PricedStage) -> Need:
+    """The needs of a stage on a lane of the engine, with links as uneven as :func:`unevenness` says."""
+    return need_of(stage.price, uneven) if uneven and stage.price.busiest_s else stage.need
 
 
 def need_elsewhere(uneven: Mapping[Shared, float], stage: PricedStage) -> Need:
     """The needs of a stage in which another rank takes part: of what ranks share, which are links."""
-    need = _need_on(uneven, stage)
+    need = need_here(uneven, stage)
     links = {shared: share for shared, share in need.shares.items() if shared.is_link}
     return Need(need.latency_s, need.loaded_s, links)
 
 
-def _need_on(uneven: Mapping[Shared, float], stage: PricedStage) -> Need:
-    return need_of(stage.price, uneven) if uneven and stage.price.busiest_s else stage.need
-
-
-def cost_without_hook(overheads: Overheads, stage: PricedStage) -> Cost:
-    """The cost of an average that DDP starts itself. The engine has no part in it."""
+def need_without_hook(overheads: Overheads, stage: PricedStage) -> Need:
+    """The needs of an average that DDP starts itself. The engine has no part in it."""
     price = stage.price
-    need = need_of(Price(price.alone_s - overheads.stage_s, price.work_s))
-    return Cost(need, price.submit_s - overheads.submit_s)
+    return need_of(Price(price.alone_s - overheads.stage_s, price.work_s, price.submit_s - overheads.submit_s))
 
 
 def need_of(price: Price, uneven: Mapping[Shared, float] | None = None) -> Need:
@@ -100,8 +94,9 @@ def need_of(price: Price, uneven: Mapping[Shared, float] | None = None) -> Need:
                 loaded_s = seconds
     loaded_s = min(alone_s, loaded_s or cores_s)
     if loaded_s <= 0:
-        return Need(alone_s)
-    return Need(alone_s - loaded_s, loaded_s, {shared: seconds / loaded_s for shared, seconds in work_s})
+        return Need(alone_s, submit_s=price.submit_s)
+    shares = {shared: seconds / loaded_s for shared, seconds in work_s}
+    return Need(alone_s - loaded_s, loaded_s, shares, price.submit_s)
 
 
 # -------------------------------------------------------------------- loads

@@ -30,7 +30,7 @@ from gckernels.sync.traces.traced_tensors import Role, TracedTensor
 
 from ..machines.machine import Floats, Machine, MachineError, Price, Sharding, Shared
 from .priced_stages import PricedStage
-from .stage_templates import Coding, Copying, Need, Sending, templates_of
+from .stage_templates import Coding, Copying, Operation, Sending, templates_of
 
 Ints: TypeAlias = npt.NDArray[np.intp]
 _KEPT = 500
@@ -200,15 +200,15 @@ class Pricer:
         """
         capabilities = tuple(dict.fromkeys(Capabilities.of(group.compressor) for group in groups))
         numbered = [(group, capabilities.index(Capabilities.of(group.compressor))) for group in groups]
-        prices: dict[int, Price | MachineError] = {}  # by identity, which equal needs share
+        prices: dict[int, Price | MachineError] = {}  # by identity, which equal operations share
         found: list[tuple[PricedStage, ...] | MachineError] = []
         for program in programs:
             stages: list[PricedStage] = []
             settings = (self.machine.topology, self._apart, span or self._span)
-            for spec, need, roots in templates_of(kind, program, capabilities, *settings):
-                if id(need) not in prices:
-                    prices[id(need)] = self._price_or_error(need, numbered, dtype.itemsize)
-                price = prices[id(need)]
+            for spec, operation, roots in templates_of(kind, program, capabilities, *settings):
+                if id(operation) not in prices:
+                    prices[id(operation)] = self._price_or_error(operation, numbered, dtype.itemsize)
+                price = prices[id(operation)]
                 if isinstance(price, MachineError):
                     found.append(price)
                     break
@@ -217,26 +217,28 @@ class Pricer:
                 found.append(tuple(stages))
         return found
 
-    def _price_or_error(self, need: Need, groups: Sequence[tuple[Units, int]], itemsize: int) -> Price | MachineError:
-        """The price ``[n]`` of a need; the error if the machine lacks it."""
+    def _price_or_error(
+        self, operation: Operation, groups: Sequence[tuple[Units, int]], itemsize: int
+    ) -> Price | MachineError:
+        """The price ``[n]`` of an operation; the error if the machine lacks it."""
         overheads = self.machine.overheads
         self._rest()
         try:
-            price = self._price(need, groups, itemsize)
+            price = self._price(operation, groups, itemsize)
         except MachineError as error:
             return error
         return replace(price, alone_s=price.alone_s + overheads.stage_s, submit_s=price.submit_s + overheads.submit_s)
 
-    def _price(self, need: Need, groups: Sequence[tuple[Units, int]], itemsize: int) -> Price:
-        """The price of a need, without overheads.
+    def _price(self, operation: Operation, groups: Sequence[tuple[Units, int]], itemsize: int) -> Price:
+        """The price of an operation, without overheads.
 
         Args:
-            need: the need.
-            groups: the units, each with the number of their kind, for which the need names contents.
+            operation: the operation.
+            groups: the units, each with the number of their kind, for which the operation names contents.
             itemsize: the bytes of an element of the gradients.
         """
         machine = self.machine
-        match need:
+        match operation:
             case Sending(step, level, place, from_roots, sent):
                 wire = _total(units.nbytes(sent[kind][0], itemsize) * sent[kind][1] for units, kind in groups)
                 return machine.collective(step, level, place, wire, from_roots)

@@ -30,11 +30,13 @@ class Need:
         latency_s: seconds before it loads any resource. They pass at the same speed whatever else runs.
         loaded_s: seconds after that, if all resources are free.
         shares: for each resource the part of it that the task takes meanwhile, in the unit of its capacity.
+        submit_s: seconds of the thread that submits the task, which are no part of the task.
     """
 
     latency_s: float = 0.0
     loaded_s: float = 0.0
     shares: Shares = field(default_factory=dict)
+    submit_s: float = 0.0
 
 
 class SimulatedTask(NamedTuple):

@@ -1,7 +1,4 @@
-"""Templates: the stages of programs with what each needs, before anything is known of the units of a message.
-
-Programs have many needs in common. Equal ones are the same object, so that each is priced once for all programs.
-"""
+"""Templates: the stages of programs with the operation of each, before anything is known of the units of a message."""
 
 from __future__ import annotations
 
@@ -65,7 +62,8 @@ class Coding(NamedTuple):
     sources: int
 
 
-Need: TypeAlias = Sending | Copying | Coding
+Operation: TypeAlias = Sending | Copying | Coding
+"""The operation of a stage. Equal ones are the same object, so that each is priced once for all programs."""
 
 
 class Roots(NamedTuple):
@@ -89,17 +87,17 @@ class StageTemplate(NamedTuple):
 
     Attributes:
         spec: the stage.
-        need: what it needs. Equal needs are the same object.
+        operation: what it does.
         roots: its dependence on the root.
     """
 
     spec: StageSpec
-    need: Need
+    operation: Operation
     roots: Roots
 
 
-_NEEDS: dict[Need, Need] = {}
-"""The needs of all templates."""
+_OPERATIONS: dict[Operation, Operation] = {}
+"""Those of all templates."""
 
 
 @functools.lru_cache(maxsize=20000)
@@ -125,8 +123,8 @@ def templates_of(
     templates = []
     for spec in stages_of(kind, program, capabilities[0], topology, apart, span):
         roots = _roots(spec, program, layouts[0])
-        need = _need(spec, program, layouts, roots, topology)
-        templates.append(StageTemplate(spec, _NEEDS.setdefault(need, need), roots))
+        operation = _operation(spec, program, layouts, roots, topology)
+        templates.append(StageTemplate(spec, _OPERATIONS.setdefault(operation, operation), roots))
     return tuple(templates)
 
 
@@ -139,10 +137,10 @@ def _roots(spec: StageSpec, program: Program, layouts: tuple[Layout, ...]) -> Ro
     return Roots(ranks, (*ranks, *((spec.level,) if has_root else ())))
 
 
-def _need(
+def _operation(
     spec: StageSpec, program: Program, layouts: Sequence[tuple[Layout, ...]], roots: Roots, topology: Topology
-) -> Need:
-    """The need of a stage.
+) -> Operation:
+    """The operation of a stage.
 
     Args:
         spec: the stage.

@@ -24,7 +24,7 @@ from gckernels.sync.traces.model_trace import ModelTrace
 
 from ..machines.machine import Shared
 from .launches import BucketLaunch, has_no_hook, launches_of, messages_of, phases_of
-from .priced_stages import PricedStage, cost_of, cost_without_hook, imbalance, need_elsewhere
+from .priced_stages import PricedStage, imbalance, need_elsewhere, need_here, need_without_hook
 from .pricing import Pricer
 from .shard_lanes import GatherTasks, ShardLanes
 from .virtual_lanes import SUBMITTER, Run, Submitted, Utilisation, VirtualLanes, utilisation_of
@@ -181,9 +181,9 @@ class _Step:
         self._without_hook, self._phases = has_no_hook(plan, frontend), phases_of(unit.program for unit in plan.units)
         computing = {machine.computes_on: min(1.0, machine.capacities.get(machine.computes_on, 1.0))}
         self._lanes = VirtualLanes[PricedStage](
-            functools.partial(cost_without_hook, machine.overheads)
+            functools.partial(need_without_hook, machine.overheads)
             if self._without_hook
-            else functools.partial(cost_of, self._uneven),
+            else functools.partial(need_here, self._uneven),
             at_once=1,  # the price of an average is that in a train, with those before and behind it on their way
             computes=computing,
             submits=computing if machine.computes_on == Shared.CORES else {},

@@ -27,18 +27,6 @@ SUBMITTER = 0
 _RELEASES = 1  # the number of a lane for what happens at a given time
 
 
-class Cost(NamedTuple):
-    """The cost of a stage.
-
-    Attributes:
-        need: what it needs; if the submitting thread starts it, from its start to its end.
-        submit_s: seconds of the submitting thread.
-    """
-
-    need: Need
-    submit_s: float = 0.0
-
-
 class Submitted(NamedTuple, Generic[S]):
     """A stage that has been submitted.
 
@@ -79,7 +67,7 @@ class VirtualLanes(Generic[S]):
     A token is the number of a task.
 
     Args:
-        cost: returns the cost of a stage.
+        need: returns the needs of a stage; if the submitting thread starts it, from its start to its end.
         at_once: how many stages that the submitting thread has started on a lane may run at the same time.
         computes: the shares of resources that the submitting thread takes while it computes.
         submits: the shares that it takes while it submits.
@@ -90,12 +78,12 @@ class VirtualLanes(Generic[S]):
 
     def __init__(
         self,
-        cost: Callable[[S], Cost],
+        need: Callable[[S], Need],
         at_once: float = math.inf,
         computes: Shares | None = None,
         submits: Shares | None = None,
     ) -> None:
-        self.cost, self._at_once = cost, at_once
+        self.need, self._at_once = need, at_once
         self._computes, self._submits = computes or {}, submits or {}
         self.submitted: list[Submitted[S]] = []
         self.tasks: list[SimulatedTask] = []
@@ -204,8 +192,8 @@ class VirtualLane(Generic[S]):
         for it.
         """
         lanes, at_once = self._lanes, False
-        need, submit_s = lanes.cost(stage)
-        lanes.delay(submit_s)
+        need = lanes.need(stage)
+        lanes.delay(need.submit_s)
         if not after or all(lanes.tasks[token].lane == SUBMITTER for token in after):
             at_once, after = stage.spec.starts_immediately, (lanes.here(),)
         token = lanes.add(self._number + at_once, need, tuple(after))

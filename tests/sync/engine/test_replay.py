@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gckernels import from_spec
 from gckernels.planner.timeline.simulator import Need
-from gckernels.planner.timeline.virtual_lanes import Cost, VirtualLanes
+from gckernels.planner.timeline.virtual_lanes import VirtualLanes
 from gckernels.sync import Plan, Topology, UnitPlan, attach, record_timeline, uniform_plan
 from gckernels.sync.communication.communicators import DryCommunicators
 from gckernels.sync.messages.encoded import EncodedMessage
@@ -149,19 +149,19 @@ def stage(resource: Resource, phase: int = 0, starts_immediately: bool = False) 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A stage and its cost."""
+    """A stage and its needs."""
 
     spec: StageSpec
-    cost: Cost
+    need: Need
 
 
 def timed(resource: Resource, seconds: float, phase: int = 0, submit_s: float | None = None) -> Timed:
-    return Timed(stage(resource, phase, submit_s is not None), Cost(Need(seconds), submit_s or 0.0))
+    return Timed(stage(resource, phase, submit_s is not None), Need(seconds, submit_s=submit_s or 0.0))
 
 
 def end_of(*messages: tuple[int, list[Timed]]) -> float:
     """The time at which the last message ends when messages are submitted without a pause, each on its channel."""
-    lanes = VirtualLanes[Timed](lambda stage: stage.cost)
+    lanes = VirtualLanes[Timed](lambda stage: stage.need)
     for channel, stages in messages:
         submit_stages(lanes, route_of(lanes, stages, channel), (lanes.here(),))
     return lanes.run().end_s
@@ -194,7 +194,7 @@ def test_what_starts_immediately_overlaps_and_takes_time_of_the_submitter():
 
 
 def test_what_is_waited_for_together_holds_its_lane():
-    lanes = VirtualLanes[Timed](lambda stage: stage.cost)
+    lanes = VirtualLanes[Timed](lambda stage: stage.need)
     token = submit_stages(lanes, route_of(lanes, [timed(SEND, 4.0)], 0), (lanes.here(),))
     lanes.lane(CODE, 1).submit(lambda: pytest.fail("work is not done"), [token])
     lanes.wait_until(2.0)
@@ -212,7 +212,7 @@ def test_virtual_lanes_take_real_messages():
     unit = Unit(UnitPlan("p", 1000, from_spec("BlockQuant"), PROGRAMS["alltoall"], True), grad)
     places = communicators.places
     encoded = EncodedMessage([unit], communicators, Feedback(places), Seeds(0, places))
-    lanes = VirtualLanes[Stage](lambda stage: Cost(Need(1.0 + stage.sent_nbytes)))
+    lanes = VirtualLanes[Stage](lambda stage: Need(1.0 + stage.sent_nbytes))
     dense = DenseMessage(grad, ["p"], communicators)
     routes = [route_of(lanes, each.stages, each.channel) for each in (encoded, dense)]
     tokens = [submit_stages(lanes, route, [lanes.here()]) for route in routes]
