@@ -52,7 +52,7 @@ def auto(problem: Problem, plans: Mapping[str, Plan], starts: Sequence[Plan]) ->
     Args:
         problem: the problem.
         plans: the plans of other policies by name, that of ``none`` among them.
-        starts: those from which the search starts.
+        starts: the plans from which the search starts.
     """
     found = list(plans.values())
     if problem.topology.world_size > 1:

@@ -37,7 +37,7 @@ COMPARED: Mapping[str, Policy] = {
 }
 """The policies beside whose plans that of ``auto`` stands."""
 STARTS = ("none", "mergecomp", "espresso")
-"""Those from whose plans ``auto`` starts."""
+"""The policies from whose plans ``auto`` starts."""
 
 PLANNED_ERROR = 0.12
 """The least relative error of the prediction of a plan that predictions have chosen, compared with one compressor for
@@ -50,47 +50,29 @@ _OF_ALL_SPANS = ("none", "all", "threshold")
 
 @dataclass(frozen=True)
 class Row:
-    """The plan of a policy.
+    """The plan of a policy."""
 
-    Attributes:
-        policy: the name of the policy.
-        plan: its plan.
-        step_s: the predicted time of a step.
-        exposed_s: the part of it from the end of backward until all gradients are averaged.
-        error: the relative error of the gradients.
-        found_s: how long the search has taken, with that of the policies from which it starts.
-        margin: the relative error that the prediction is expected to have.
-    """
-
-    policy: str
+    policy: str  # the name of the policy
     plan: Plan
-    step_s: float
-    exposed_s: float
-    error: float
-    found_s: float
-    margin: float
+    step_s: float  # the predicted time of a step
+    exposed_s: float  # the part of it from the end of backward until all gradients are averaged
+    error: float  # the relative error of the gradients
+    found_s: float  # how long the search has taken, with that of the policies from which it starts
+    margin: float  # the relative error that the prediction is expected to have
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The plan of a policy, and those of others.
+    """The plan of a policy, and those of others."""
 
-    Attributes:
-        asked: the name of the policy that was asked for.
-        policy: the name of the policy whose plan it is: that of ``all`` in place of that of ``auto`` if the latter
-            saves less over it than predictions may be wrong by, at least :data:`PLANNED_ERROR`.
-        plan: its plan, with a prediction.
-        timeline: the predicted timeline of a step with the plan.
-        rows: the policies with a plan, ``none`` first.
-        pays: whether a step with the plan saves more than predictions may be wrong by.
-    """
-
-    asked: str
+    asked: str  # the name of the policy that was asked for
     policy: str
-    plan: Plan
-    timeline: Timeline
-    rows: tuple[Row, ...]
-    pays: bool
+    """The name of the policy whose plan it is: that of ``all`` in place of that of ``auto`` if the latter saves less
+    over it than predictions may be wrong by, at least :data:`PLANNED_ERROR`."""
+    plan: Plan  # its plan, with a prediction
+    timeline: Timeline  # the predicted timeline of a step with the plan
+    rows: tuple[Row, ...]  # the policies with a plan, none first
+    pays: bool  # whether a step with the plan saves more than predictions may be wrong by
 
     @property
     def row(self) -> Row:

@@ -1,4 +1,4 @@
-"""What no plan of the planner should beat: the best of all plans of a small model, and codecs that take no time.
+"""Limits of plans: the best of all plans of a small model, and the best one if codecs took no time.
 
 ``exhaustive`` tries plans in the order of bounds from below, for which :mod:`gckernels.planner.search.maxplus` has the
 times of steps. ``bound`` is no plan to use: it is judged on the machine of :func:`free_problem`.

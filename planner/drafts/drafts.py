@@ -30,21 +30,15 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Option:
-    """How the tensors of a message are synchronised.
+    """How the tensors of a message are synchronised."""
 
-    Attributes:
-        program: the program; by default the message is averaged in place.
-        compressor: for the tensors that may use it, not fitted to shapes; ``None`` if all are sent exactly.
-        parts: the number of messages into which large tensors are cut, so that their stages overlap.
-        channel: the channel of the first part. Each further one takes the next channel.
-        root: the rank that is the root of programs that have one; ``None`` to spread the roots over the ranks.
-    """
-
-    program: Program = ALLREDUCE
+    program: Program = ALLREDUCE  # the program; by default the message is averaged in place
     compressor: Compressor | None = None
-    parts: int = 1
-    channel: int = 0
+    """For the tensors that may use it, not fitted to shapes; ``None`` if all are sent exactly."""
+    parts: int = 1  # the number of messages into which large tensors are cut, so that their stages overlap
+    channel: int = 0  # the channel of the first part. Each further one takes the next channel.
     root: int | None = None
+    """The rank that is the root of programs that have one; ``None`` to spread the roots over the ranks."""
 
     @property
     def in_place(self) -> bool:
@@ -66,15 +60,10 @@ class Option:
 
 @dataclass(frozen=True)
 class MessageDraft:
-    """Tensors that are sent together.
+    """Tensors that are sent together."""
 
-    Attributes:
-        tensors: their numbers, in order.
-        option: how they are sent.
-    """
-
-    tensors: tuple[int, ...]
-    option: Option = Option()
+    tensors: tuple[int, ...]  # their numbers, in order
+    option: Option = Option()  # how they are sent
 
 
 LaunchDraft: TypeAlias = tuple[MessageDraft, ...]

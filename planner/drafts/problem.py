@@ -42,34 +42,29 @@ class Problem:
 
     Tensors are numbered as in the trace, in the order in which they are ready.
 
-    Attributes:
-        trace: a training step without compression; with ``rounds`` their trace, in which a step is a round.
-        pricer: the prices of messages on the machine.
-        frontend: the kind of model that the plan is for. The launches of DDP and FSDP2 are the buckets of the trace, in
-            which a plan may only choose messages. The launches of a bare module are the plan's. With replicas of shards
-            the trace is that of the shards of a rank.
-        allowed: for each tensor by name, the compressors that it may use, fitted to its shape or not; a tensor that is
-            missing is sent exactly.
-        places: where stages may compute; always the device, and perhaps the host.
-        weights: encodes the parameters that FSDP2 gathers, under all plans that compress something; ``None`` if they
-            are sent as they are.
-        rounds: the rounds of a bare module whose updates are averaged; ``None`` if its gradients are.
-        found: the plans that policies have found so far, by name.
-        judged_drafts: the predicted seconds of the drafts that have been judged.
-
     Raises:
         TypeError, ValueError: an argument is not valid; the message names it.
     """
 
-    trace: ModelTrace
-    pricer: Pricer
+    trace: ModelTrace  # a training step without compression; with rounds their trace, in which a step is a round
+    pricer: Pricer  # the prices of messages on the machine
     frontend: Frontend
+    """The kind of model that the plan is for. The launches of DDP and FSDP2 are the buckets of the trace, in which a
+    plan may only choose messages. The launches of a bare module are the plan's. With replicas of shards the trace is
+    that of the shards of a rank."""
     allowed: Mapping[str, tuple[Compressor, ...]] = field(default_factory=dict)
-    places: tuple[Place, ...] = (Place.DEVICE,)
+    """For each tensor by name, the compressors that it may use, fitted to its shape or not; a tensor that is missing is
+    sent exactly."""
+    places: tuple[Place, ...] = (Place.DEVICE,)  # where stages may compute; always the device, and perhaps the host
     weights: Codec | None = None
+    """Encodes the parameters that FSDP2 gathers, under all plans that compress something; ``None`` if they are sent as
+    they are."""
     rounds: UpdateRounds | None = None
+    """The rounds of a bare module whose updates are averaged; ``None`` if its gradients are."""
     found: dict[str, Found] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The plans that policies have found so far, by name."""
     judged_drafts: dict[object, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The predicted seconds of the drafts that have been judged."""
     # plans by identity: comparing plans takes as long as judging them
     _judged: dict[int, tuple[Plan, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _fitted: dict[tuple[int, Compressor | None], Compressor] = field(
@@ -215,15 +210,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Found:
-    """A plan that a policy has found.
-
-    Attributes:
-        plan: the plan.
-        search_s: how long the policy has searched, in seconds.
-    """
+    """A plan that a policy has found."""
 
     plan: Plan
-    search_s: float
+    search_s: float  # how long the policy has searched, in seconds
 
 
 Policy: TypeAlias = Callable[[Problem], Plan]

@@ -20,19 +20,14 @@ def is_mean(method: Compressor) -> bool:
 class UpdateRounds:
     """Rounds of ``sync.Updates``.
 
-    Attributes:
-        step: the trace of a training step.
-        every: the number of steps of a round, from 1 up.
-        delay: the number of steps of the next round that are computed while updates are on their way, from 0 to
-            ``every``.
-
     Raises:
         ValueError: a number is not valid.
     """
 
-    step: ModelTrace
-    every: int
+    step: ModelTrace  # the trace of a training step
+    every: int  # the number of steps of a round, from 1 up
     delay: int = 0
+    """The number of steps of the next round that are computed while updates are on their way, from 0 to ``every``."""
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:

@@ -33,18 +33,13 @@ class Curve:
 
     Below the first size the seconds are those of the first size, the latency. Beyond the last one the curve goes on
     with the median slope between its last sizes, because one of them may have been disturbed.
-
-    Attributes:
-        nbytes: the measured sizes, ascending.
-        wall_s: seconds at each size; they never fall.
-        cores_s: CPU seconds at each size, of all threads.
-        error: median relative error at sizes that were held out; ``None`` if there are too few sizes to tell.
     """
 
-    nbytes: tuple[float, ...]
-    wall_s: tuple[float, ...]
-    cores_s: tuple[float, ...]
+    nbytes: tuple[float, ...]  # the measured sizes, ascending
+    wall_s: tuple[float, ...]  # seconds at each size; they never fall
+    cores_s: tuple[float, ...]  # CPU seconds at each size, of all threads
     error: float | None = None
+    """Median relative error at sizes that were held out; ``None`` if there are too few sizes to tell."""
 
     def __post_init__(self) -> None:
         _require_points(self.nbytes, self.wall_s, self.cores_s)
@@ -104,19 +99,12 @@ def _require_points(nbytes: Sequence[float], wall_s: Sequence[float], cores_s: S
 
 @dataclass(frozen=True)
 class CollectiveCurve:
-    """The cost of one call of a collective in a train of calls.
+    """The cost of one call of a collective in a train of calls."""
 
-    Attributes:
-        step: name of the collective.
-        level: the ranks that take part.
-        place: where the data lies.
-        curve: seconds over the bytes that a rank sends.
-    """
-
-    step: Annotated[str, JsonForm(functools.partial(Entry.choice, allowed=KINDS))]
-    level: Level
-    place: Place
-    curve: Annotated[Curve, FLAT]
+    step: Annotated[str, JsonForm(functools.partial(Entry.choice, allowed=KINDS))]  # name of the collective
+    level: Level  # the ranks that take part
+    place: Place  # where the data lies
+    curve: Annotated[Curve, FLAT]  # seconds over the bytes that a rank sends
 
     @property
     def error(self) -> float | None:
@@ -145,27 +133,16 @@ class CopyCurve:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """A linear model of the seconds of one launch, with coefficients that are not negative.
+    """A linear model of the seconds of one launch, with coefficients that are not negative."""
 
-    Attributes:
-        launch_s: seconds of a launch.
-        unit_s: for each unit.
-        element_s: for each element.
-        far_element_s: in addition for each element beyond ``knee``, when data no longer fits into the caches.
-        source_unit_s: for each unit and each source after the first.
-        source_element_s: for each element and each source after the first.
-        side_s: for each row and column of a unit's matrix; low-rank methods only.
-        knee: number of elements.
-    """
-
-    launch_s: float = 0.0
-    unit_s: float = 0.0
-    element_s: float = 0.0
-    far_element_s: float = 0.0
-    source_unit_s: float = 0.0
-    source_element_s: float = 0.0
-    side_s: float = 0.0
-    knee: float = 0.0
+    launch_s: float = 0.0  # seconds of a launch
+    unit_s: float = 0.0  # for each unit
+    element_s: float = 0.0  # for each element
+    far_element_s: float = 0.0  # in addition for each element beyond knee, when data no longer fits into the caches
+    source_unit_s: float = 0.0  # for each unit and each source after the first
+    source_element_s: float = 0.0  # for each element and each source after the first
+    side_s: float = 0.0  # for each row and column of a unit's matrix; low-rank methods only
+    knee: float = 0.0  # number of elements
 
     def seconds(self, units: Floats, elements: Floats, sources: int | Floats, sides: Floats | float = 0.0) -> Floats:
         """Seconds of launches ``[n]``; 0 without units."""
@@ -197,27 +174,17 @@ def _compressor(entry: Entry) -> Compressor:
 
 @dataclass(frozen=True)
 class CodecModel:
-    """The cost of one codec's work in one launch.
+    """The cost of one codec's work in one launch."""
 
-    Attributes:
-        compressor: the compressor before it is fitted to a parameter.
-        work: the work.
-        place: where it is computed.
-        coefficients: the seconds.
-        cores: cores that it keeps busy on average, or the share of the device.
-        max_units, max_elements, max_sources: the largest measured ones.
-        error: median relative error at sizes that were held out; ``None`` if there are too few to tell.
-    """
-
-    compressor: Annotated[Compressor, JsonForm(_compressor, str)]
+    compressor: Annotated[Compressor, JsonForm(_compressor, str)]  # the compressor before it is fitted to a parameter
     work: StageKind
-    place: Place
-    coefficients: Annotated[Coefficients, FLAT]
-    cores: float
-    max_units: int
+    place: Place  # where it is computed
+    coefficients: Annotated[Coefficients, FLAT]  # the seconds
+    cores: float  # cores that it keeps busy on average, or the share of the device
+    max_units: int  # max_units, max_elements, max_sources: the largest measured ones
     max_elements: int
     max_sources: int
-    error: float | None = None
+    error: float | None = None  # median relative error at sizes that were held out; None if there are too few to tell
 
     def __str__(self) -> str:
         return f"{self.compressor} {self.work.value}{place_suffix(self.place)}"

@@ -217,11 +217,7 @@ class MachineError(ValueError):
 
 @dataclass
 class DerivedMachine:
-    """A machine that is another one, as a :class:`Machine`; classes below it change some of its attributes and prices.
-
-    Attributes:
-        base: the other machine.
-    """
+    """A :class:`Machine` that is another one; classes below it change some of its attributes and prices."""
 
     base: Machine
 
@@ -245,14 +241,11 @@ class DerivedMachine:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The shards of a model of FSDP2.
-
-    Attributes:
-        inside: the devices of a machine, if they have the shards together and machines have replicas; ``None`` if all
-            ranks have the shards together.
-    """
+    """The shards of a model of FSDP2."""
 
     inside: int | None = None
+    """The devices of a machine, if they have the shards together and machines have replicas; ``None`` if all ranks have
+    the shards together."""
 
     @property
     def span(self) -> Span:

@@ -46,25 +46,15 @@ MEASURE_AGAIN = "measure again with gckernels profile, with nothing else running
 
 @dataclass(frozen=True)
 class Stamp:
-    """Where and when a profile was measured.
+    """Where and when a profile was measured."""
 
-    Attributes:
-        hosts: name of the host of each rank.
-        device: name of the device of a rank.
-        backend: backend of the process group.
-        torch: version of torch.
-        gckernels: version of gckernels.
-        date: when, in ISO 8601.
-        seconds: how long it took.
-    """
-
-    hosts: tuple[str, ...]
-    device: str
-    backend: str
-    torch: str
-    gckernels: str
-    date: str
-    seconds: float
+    hosts: tuple[str, ...]  # name of the host of each rank
+    device: str  # name of the device of a rank
+    backend: str  # backend of the process group
+    torch: str  # version of torch
+    gckernels: str  # version of gckernels
+    date: str  # when, in ISO 8601
+    seconds: float  # how long it took
 
 
 @dataclass(frozen=True)
@@ -73,41 +63,27 @@ class Profile:
 
     The work of a collective on the link is its wire part (:meth:`~.curves.Curve.wire`) times the share of the link that
     one such collective can use: two at once on two channels tell that share. CPU seconds are work on the cores.
-
-    Attributes:
-        name: its name, for people.
-        topology: topology of the ranks.
-        computes_on: ``CORES`` on the CPU, otherwise ``DEVICE``.
-        cores: cores of the machine per rank.
-        overheads: constant times of the engine.
-        collectives: the curves of collectives.
-        codecs: the models of codecs.
-        copies: the curves of copies.
-        sharing: for each level, the share of its link that one collective can use.
-        taken: for ``"collective"``, ``"exchange"`` and ``"codec"``: the work on :attr:`computes_on` that a backward
-            beside them loses, relative to their own time on a device, to their CPU seconds on the CPU. Exchanges move
-            payloads and add nothing. Without a measurement of their own they take their CPU seconds, and as much of a
-            device as collectives.
-        left_out: what was not measured, for people.
-        stamp: where and when it was measured.
-        memory_nbytes: the bytes of memory of a rank, the least of all; ``None`` in profiles of earlier releases.
-        assumptions: how often prices were asked that were not measured as such, by reason.
     """
 
-    name: str
-    topology: Topology
-    computes_on: Shared
-    cores: AboveZero
-    overheads: Overheads
+    name: str  # its name, for people
+    topology: Topology  # topology of the ranks
+    computes_on: Shared  # CORES on the CPU, otherwise DEVICE
+    cores: AboveZero  # cores of the machine per rank
+    overheads: Overheads  # constant times of the engine
     collectives: tuple[CollectiveCurve, ...]
     codecs: tuple[CodecModel, ...]
     copies: tuple[CopyCurve, ...]
-    sharing: Mapping[Level, Fraction]
+    sharing: Mapping[Level, Fraction]  # for each level, the share of its link that one collective can use
     taken: Mapping[str, AtLeastZero]
-    left_out: tuple[str, ...]
-    stamp: Stamp
+    """For ``"collective"``, ``"exchange"`` and ``"codec"``: the work on :attr:`computes_on` that a backward beside them
+    loses, relative to their own time on a device, to their CPU seconds on the CPU. Exchanges move payloads and add
+    nothing. Without a measurement of their own they take their CPU seconds, and as much of a device as collectives."""
+    left_out: tuple[str, ...]  # everything that was not measured, for people
+    stamp: Stamp  # where and when it was measured
     memory_nbytes: float | None = None
+    """The bytes of memory of a rank, the least of all; ``None`` in profiles of earlier releases."""
     assumptions: dict[str, int] = field(default_factory=dict, compare=False, init=False)
+    """How often prices were asked that were not measured as such, by reason."""
 
     def __post_init__(self) -> None:
         if self.computes_on not in (Shared.CORES, Shared.DEVICE):

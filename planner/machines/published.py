@@ -12,15 +12,10 @@ from typing import NamedTuple
 
 
 class PublishedSystem(NamedTuple):
-    """A published system whose steps are predicted to be shorter than its authors, or others, have measured them.
-
-    Attributes:
-        name: its name.
-        longest: the published step over the predicted one, at most.
-    """
+    """A published system whose steps are predicted to be shorter than its authors, or others, have measured them."""
 
     name: str
-    longest: float
+    longest: float  # the published step over the predicted one, at most
 
     def line(self) -> str:
         """A sentence for people."""

@@ -120,13 +120,9 @@ def sending_bit_per_s(machine: Machine, step: str = "AllReduce") -> float:
 
 @dataclass
 class FasterCodecs(DerivedMachine):
-    """A machine whose codecs are faster than those of another one.
+    """A machine whose codecs are faster than those of another one."""
 
-    Attributes:
-        codec_speed: how many times as fast they are.
-    """
-
-    codec_speed: float
+    codec_speed: float  # how many times as fast they are
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,16 +147,12 @@ class OtherLinks(DerivedMachine):
     the seconds per byte of the changed link are longer or shorter. Other resources, such as cores, have as much work as
     before, and no collective is faster than these can be.
 
-    Attributes:
-        bandwidth_bit_per_s: the bits per second of the changed link; ``None`` for those of the measured machine.
-        machines: the number of machines; ``None`` for that of the measured machine.
-
     Raises:
         MachineError: the prices of such a machine cannot be derived.
     """
 
-    bandwidth_bit_per_s: float | None
-    machines: int | None
+    bandwidth_bit_per_s: float | None  # the bits per second of the changed link; None for those of the measured machine
+    machines: int | None  # the number of machines; None for that of the measured machine
 
     def __post_init__(self) -> None:
         super().__post_init__()

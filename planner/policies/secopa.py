@@ -178,17 +178,11 @@ class Exchange(Enum):
 
 @dataclass(frozen=True)
 class Primitive:
-    """The time of a primitive as a function of a number of fp32 elements.
+    """The time of a primitive as a function of a number of fp32 elements."""
 
-    Attributes:
-        fixed_s: seconds for none.
-        each_s: seconds for each element.
-        least_s: seconds for sizes at which the line is below it, if it is more than ``fixed_s``.
-    """
-
-    fixed_s: float
-    each_s: float
-    least_s: float = 0.0
+    fixed_s: float  # seconds for none
+    each_s: float  # seconds for each element
+    least_s: float = 0.0  # seconds for sizes at which the line is below it, if it is more than fixed_s
 
     def seconds(self, numel: Floats) -> Floats:
         """The time for each number of elements."""
@@ -197,21 +191,15 @@ class Primitive:
 
 @dataclass(frozen=True)
 class SecopaCosts:
-    """The primitives of a cluster. Encodings take raw elements, everything else what is sent, counted in fp32.
+    """The primitives of a cluster. Encodings take raw elements, everything else what is sent, counted in fp32."""
 
-    Attributes:
-        nodes: number of nodes, at least 2.
-        encode, decode, gather, broadcast, hop: the primitives.
-        ratio: bytes of a payload over bytes of the gradient.
-    """
-
-    nodes: int
+    nodes: int  # number of nodes, at least 2
     encode: Primitive
     decode: Primitive
     gather: Primitive
     broadcast: Primitive
     hop: Primitive
-    ratio: float
+    ratio: float  # bytes of a payload over bytes of the gradient
 
     def exact_s(self, numel: int, exchange: Exchange) -> Floats:
         """Seconds without compression in 1 to ``nodes`` parts."""
@@ -240,15 +228,10 @@ class SecopaCosts:
 
 @dataclass(frozen=True)
 class SecopaDecision:
-    """SeCoPa's decision about a gradient.
+    """SeCoPa's decision about a gradient."""
 
-    Attributes:
-        compress: whether to compress it.
-        parts: number of parts.
-    """
-
-    compress: bool
-    parts: int
+    compress: bool  # whether to compress it
+    parts: int  # number of parts
 
 
 def decide(numel: int, costs: SecopaCosts, exchange: Exchange) -> SecopaDecision:

@@ -38,17 +38,12 @@ FINALISTS = 2
 
 @dataclass(frozen=True)
 class Proposal:
-    """The plans that are worth a trial.
-
-    Attributes:
-        finalists: plans with predictions, the one first that is predicted to be the fastest. All compress something.
-        error: the error of the predictions, relative to the times of the plans that were tried.
-        found_s: how long rank 0 has searched, in seconds of a core.
-    """
+    """The plans that are worth a trial."""
 
     finalists: tuple[Plan, ...]
-    error: float = 0.0
-    found_s: float = 0.0
+    """Plans with predictions, the one first that is predicted to be the fastest. All compress something."""
+    error: float = 0.0  # the error of the predictions, relative to the times of the plans that were tried
+    found_s: float = 0.0  # how long rank 0 has searched, in seconds of a core
 
     def to_text(self) -> str:
         """The proposal as JSON."""
@@ -69,15 +64,11 @@ class Proposal:
 
 @dataclass(frozen=True)
 class TriedPlans:
-    """The plans that trials have measured.
-
-    Attributes:
-        measured_s: for every plan that compresses the median of what it can change of a step, in seconds.
-        least_s: the least of all plans, with plain averaging.
-    """
+    """The plans that trials have measured."""
 
     measured_s: Mapping[Plan, float]
-    least_s: float
+    """For every plan that compresses the median of what it can change of a step, in seconds."""
+    least_s: float  # the least of all plans, with plain averaging
 
 
 def proposal(

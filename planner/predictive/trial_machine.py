@@ -37,19 +37,12 @@ _CODINGS = (
 
 
 class StageTime(NamedTuple):
-    """A stage of a recorded step, the same on all ranks but for its time.
+    """A stage of a recorded step, the same on all ranks but for its time."""
 
-    Attributes:
-        name: the name of the collective, or the work of a codec.
-        spec: the compressor of most elements; empty for a collective.
-        amount: the bytes that a rank sends, or the bytes that a codec moves at least.
-        seconds: its time.
-    """
-
-    name: str
-    spec: str
-    amount: float
-    seconds: float
+    name: str  # the name of the collective, or the work of a codec
+    spec: str  # the compressor of most elements; empty for a collective
+    amount: float  # the bytes that a rank sends, or the bytes that a codec moves at least
+    seconds: float  # its time
 
 
 def stage_times(plan: Plan, step: RecordedStep) -> list[StageTime]:
@@ -104,22 +97,14 @@ class TrialMachine:
     were not recorded have no price, but for all-reduces, which plain averaging needs: they take as long as the others
     do for the bytes that a rank sends. A work of a codec that was not recorded takes as long as the others do for the
     bytes that it moves at least.
-
-    Attributes:
-        ranks: the number of ranks.
-        computes_on: the resource of backward.
-        cores: the cores of a rank.
-        curves: seconds of collectives over the bytes that a rank sends, by name.
-        sending: the seconds of all collectives together.
-        codecs: the works of codecs, by name and compressor.
     """
 
-    ranks: int
-    computes_on: Shared
-    cores: float
-    curves: Mapping[str, Curve]
-    sending: Curve
-    codecs: Mapping[tuple[str, str], CodecFit]
+    ranks: int  # the number of ranks
+    computes_on: Shared  # the resource of backward
+    cores: float  # the cores of a rank
+    curves: Mapping[str, Curve]  # seconds of collectives over the bytes that a rank sends, by name
+    sending: Curve  # the seconds of all collectives together
+    codecs: Mapping[tuple[str, str], CodecFit]  # the works of codecs, by name and compressor
 
     name = "trials"
     estimated = False

@@ -43,18 +43,12 @@ _WAITS = 0.1  # cores that a collective keeps busy at least; the others mostly w
 
 @dataclass
 class Parts:
-    """Measures the parts of a profile, and keeps what has been found so far. All methods are collective.
+    """Measures the parts of a profile, and keeps what has been found so far. All methods are collective."""
 
-    Attributes:
-        session: the measurement.
-        communicators: the links.
-        cores: cores of a rank, the fewest of any.
-        overheads, trains, codec_times, copy_times, sharing, taken: what has been found.
-    """
-
-    session: Session
-    communicators: Communicators
-    cores: float
+    session: Session  # the measurement
+    communicators: Communicators  # the links
+    cores: float  # cores of a rank, the fewest of any
+    # from here on, measurements
     overheads: Overheads = field(default_factory=Overheads)
     trains: list[CollectiveTrains] = field(default_factory=list)
     codec_times: list[CodecTimes] = field(default_factory=list)

@@ -34,19 +34,12 @@ _KEPT_ITEMS = 10000
 
 
 class _Family(NamedTuple):
-    """Options whose messages have the same units.
-
-    Attributes:
-        kind: the kind of their messages.
-        compressor: the compressor.
-        sums: whether a collective sums payloads, so that units of different payload dtypes are different messages.
-        parts: the number of parts.
-    """
+    """Options whose messages have the same units."""
 
     kind: MessageKind
     compressor: Compressor | None
-    sums: bool
-    parts: int
+    sums: bool  # whether a collective sums payloads, so that units of different payload dtypes are different messages
+    parts: int  # the number of parts
 
     @staticmethod
     def of(option: Option) -> _Family:
@@ -151,9 +144,11 @@ class RowMaker:
     def _pieces(
         self, items: Sequence[Item], options: Sequence[Option]
     ) -> Iterator[tuple[int, list[int], Ints, MessageRows]]:
-        """The rows of options for those items that may use them, items of one dtype together: the number of the option,
-        those of the items, ``[items, chains]`` the numbers of the messages of each item (-1 for none), and the rows of
-        these messages."""
+        """The rows of options for those items that may use them, items of one dtype together.
+
+        An entry has the number of the option, those of the items, ``[items, chains]`` the numbers of the messages of
+        each item (-1 for none), and the rows of these messages.
+        """
         families: dict[_Family, list[int]] = {}
         for number, option in enumerate(options):
             families.setdefault(_Family.of(option), []).append(number)

@@ -19,17 +19,11 @@ _SMALL = 8
 
 @dataclass(frozen=True)
 class Move:
-    """A change of a draft.
+    """A change of a draft."""
 
-    Attributes:
-        first: the first launch that it replaces.
-        stop: the launch after the last one that it replaces.
-        launches: what replaces them.
-    """
-
-    first: int
-    stop: int
-    launches: tuple[LaunchDraft, ...]
+    first: int  # the first launch that it replaces
+    stop: int  # the launch after the last one that it replaces
+    launches: tuple[LaunchDraft, ...]  # the launches that replace them
 
 
 def moves_of(problem: Problem, draft: Draft) -> list[Move]:

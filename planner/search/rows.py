@@ -56,26 +56,19 @@ class Rows:
     """The options of items, as chains of stages.
 
     An option has one chain for each of its messages. Chains and stages that it has not are padded.
-
-    Attributes:
-        lanes: ``[chains, options, stages]``, the lane of each stage. The first one is that of backward.
-        before_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage needs its
-            lane; :data:`FAR_S` if it does not wait for it.
-        after_s: ``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage ends; for
-            stages in backward until backward continues.
-        first_s: ``[chains, options]``, seconds from the start of the chain until its second stage may start.
-        work_s: ``[kinds, options, resources]``, the work of each resource over its capacity.
-        several: the options with more than one chain.
-        size: the number of lanes.
     """
 
-    lanes: Ints
+    lanes: Ints  # [chains, options, stages], the lane of each stage. The first one is that of backward.
     before_s: Floats
+    """``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage needs its lane;
+    :data:`FAR_S` if it does not wait for it."""
     after_s: Floats
-    first_s: Floats
-    work_s: Floats
-    several: Ints
-    size: int
+    """``[kinds, chains, options, stages]``, seconds from the start of the chain until the stage ends; for stages in
+    backward until backward continues."""
+    first_s: Floats  # [chains, options], seconds from the start of the chain until its second stage may start
+    work_s: Floats  # [kinds, options, resources], the work of each resource over its capacity
+    several: Ints  # the options with more than one chain
+    size: int  # the number of lanes
     _finishing: dict[int, Rows] = field(default_factory=dict, init=False)
     _paths: dict[int, OptionChains] = field(default_factory=dict, init=False)
 
@@ -106,15 +99,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Gaps:
-    """The time that passes between items.
+    """The time that passes between items."""
 
-    Attributes:
-        seconds: ``[items + 1]``, seconds of the submitting thread before each item, and behind the last one.
-        work_s: ``[items + 1, resources]``, the work of each resource over its capacity meanwhile.
-    """
-
-    seconds: Floats
-    work_s: Floats
+    seconds: Floats  # [items + 1], seconds of the submitting thread before each item, and behind the last one
+    work_s: Floats  # [items + 1, resources], the work of each resource over its capacity meanwhile
 
 
 # -------------------------------------------------------------------- chains of priced stages
@@ -126,20 +114,14 @@ class MessageRows:
     array is for no message.
 
     The first stage is the submission, the last one of a message that is not averaged in place the end of its launch.
-
-    Attributes:
-        lanes: for each channel of the message the lanes of the stages.
-        before_s, after_s: ``[stages, n + 1]``.
-        work_s: ``[n + 1, resources]``.
-        flying_s: ``[stages, n + 1]``, half the seconds of stages that may overlap with one other on their lane.
     """
 
-    lanes: Sequence[Sequence[int]]
-    before_s: Floats
+    lanes: Sequence[Sequence[int]]  # for each channel of the message the lanes of the stages
+    before_s: Floats  # before_s, after_s: [stages, n + 1]
     after_s: Floats
     first_s: float
-    work_s: Floats
-    flying_s: Floats
+    work_s: Floats  # [n + 1, resources]
+    flying_s: Floats  # [stages, n + 1], half the seconds of stages that may overlap with one other on their lane
 
 
 class NumberedLanes:

@@ -22,19 +22,12 @@ _STEADY = 1 << 40  # a step after the last milestone of all compressors
 
 @dataclass(frozen=True)
 class BucketLaunch:
-    """A bucket that is launched as soon as it is complete and all launches before it are launched.
+    """A bucket that is launched as soon as it is complete and all launches before it are launched."""
 
-    Attributes:
-        units: its units, in the order of its memory.
-        numel: the number of its elements, in real numbers.
-        dtype: the dtype of its elements, which are real.
-        ready_s: seconds from the start of backward until it is launched, if nothing delays backward.
-    """
-
-    units: tuple[PlacedUnit, ...]
-    numel: int
-    dtype: torch.dtype
-    ready_s: float
+    units: tuple[PlacedUnit, ...]  # its units, in the order of its memory
+    numel: int  # the number of its elements, in real numbers
+    dtype: torch.dtype  # the dtype of its elements, which are real
+    ready_s: float  # seconds from the start of backward until it is launched, if nothing delays backward
 
 
 def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[BucketLaunch, ...]:

@@ -28,17 +28,11 @@ from .stage_templates import NO_ROOTS, Roots
 
 @dataclass(frozen=True)
 class PricedStage:
-    """A stage and its price, for any number of messages with the same stages.
-
-    Attributes:
-        spec: the stage.
-        price: its price in every message.
-        roots: its dependence on the root of the message.
-    """
+    """A stage and its price, for any number of messages with the same stages."""
 
     spec: StageSpec
-    price: Price
-    roots: Roots = NO_ROOTS
+    price: Price  # its price in every message
+    roots: Roots = NO_ROOTS  # its dependence on the root of the message
 
     @functools.cached_property
     def need(self) -> Need:
@@ -103,16 +97,11 @@ def need_of(price: Price, uneven: Mapping[Shared, float] | None = None) -> Need:
 
 
 class Load(NamedTuple):
-    """Something that is loaded.
+    """Something that is loaded."""
 
-    Attributes:
-        shared: the resource.
-        is_mean: whether it is the mean over all links of a kind, of collectives for which the links differ.
-        machine, device: the spot. For a link that several devices share, the number of the link in its machine.
-    """
-
-    shared: Shared
-    is_mean: bool = False
+    shared: Shared  # the resource
+    is_mean: bool = False  # whether it is the mean over all links of a kind, of collectives for which the links differ
+    # machine, device: the spot. For a link that several devices share, the number of the link in its machine.
     machine: int | None = None
     device: int | None = None
 

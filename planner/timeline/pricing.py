@@ -41,19 +41,12 @@ _Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Units:
-    """Units of some messages that have the same compressor. Messages are runs of one list of units.
+    """Units of some messages that have the same compressor. Messages are runs of one list of units."""
 
-    Attributes:
-        compressor: the fitted compressor.
-        numels: ``[sizes]``, the distinct numbers of elements.
-        sizes: for each unit of the list the number of its size.
-        starts, stops: ``[n]``, the first unit of each message, and the one behind its last.
-    """
-
-    compressor: Compressor
-    numels: tuple[int, ...]
-    sizes: Ints
-    starts: Ints
+    compressor: Compressor  # the fitted compressor
+    numels: tuple[int, ...]  # [sizes], the distinct numbers of elements
+    sizes: Ints  # for each unit of the list the number of its size
+    starts: Ints  # starts, stops: [n], the first unit of each message, and the one behind its last
     stops: Ints
     _elements: dict[Extent, Floats] = field(default_factory=dict, init=False)
     _nbytes: dict[tuple[Extent, int, int], Floats] = field(default_factory=dict, init=False)

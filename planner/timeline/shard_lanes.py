@@ -30,15 +30,10 @@ from .virtual_lanes import VirtualLanes
 
 
 class GatherTasks(NamedTuple):
-    """A gather that is sent.
+    """A gather that is sent."""
 
-    Attributes:
-        names: the parameters.
-        first, last: the numbers of its first and its last task.
-    """
-
-    names: tuple[str, ...]
-    first: int
+    names: tuple[str, ...]  # the parameters
+    first: int  # first, last: the numbers of its first and its last task
     last: int
 
 

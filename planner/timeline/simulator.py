@@ -24,48 +24,31 @@ _TOLERANCE = 1e-12  # relative: rounding must not make a resource too small for 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The needs of a task.
+    """The needs of a task."""
 
-    Attributes:
-        latency_s: seconds before it loads any resource. They pass at the same speed whatever else runs.
-        loaded_s: seconds after that, if all resources are free.
-        shares: for each resource the part of it that the task takes meanwhile, in the unit of its capacity.
-        submit_s: seconds of the thread that submits the task, which are no part of the task.
-    """
-
-    latency_s: float = 0.0
-    loaded_s: float = 0.0
+    latency_s: float = 0.0  # seconds before it loads any resource. They pass at the same speed whatever else runs.
+    loaded_s: float = 0.0  # seconds after that, if all resources are free
     shares: Shares = field(default_factory=dict)
-    submit_s: float = 0.0
+    """For each resource the part of it that the task takes meanwhile, in the unit of its capacity."""
+    submit_s: float = 0.0  # seconds of the thread that submits the task, which are no part of the task
 
 
 class SimulatedTask(NamedTuple):
-    """A task.
+    """A task."""
 
-    Attributes:
-        lane: the number of its lane.
-        need: what it needs.
-        after: the numbers of tasks that must have ended before it begins. They are earlier in the list of tasks.
-    """
-
-    lane: int
+    lane: int  # the number of its lane
     need: Need
     after: tuple[int, ...] = ()
+    """The numbers of tasks that must have ended before it begins. They are earlier in the list of tasks."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """The times of all tasks, in seconds from the start of the simulation.
+    """The times of all tasks, in seconds from the start of the simulation."""
 
-    Attributes:
-        start_s: when each task began.
-        load_s: when its latency was over and it began to load resources.
-        end_s: when it ended.
-    """
-
-    start_s: list[float]
-    load_s: list[float]
-    end_s: list[float]
+    start_s: list[float]  # when each task began
+    load_s: list[float]  # when its latency was over and it began to load resources
+    end_s: list[float]  # when it ended
 
 
 def simulate(tasks: Sequence[SimulatedTask], widths: Sequence[float], capacities: Shares | None = None) -> Times:
@@ -276,12 +259,7 @@ class _Simulation:
 
 
 class _Load(NamedTuple):
-    """The load of tasks.
-
-    Attributes:
-        group: their group.
-        shares: the limited resources, with the share of each.
-    """
+    """The load of tasks."""
 
     group: _Group
-    shares: list[tuple[_Resource, float]]
+    shares: list[tuple[_Resource, float]]  # the limited resources, with the share of each

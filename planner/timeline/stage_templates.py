@@ -15,51 +15,30 @@ from gckernels.sync.programs.topology import Topology
 
 
 class Sending(NamedTuple):
-    """A collective.
+    """A collective."""
 
-    Attributes:
-        step: the name of its step.
-        level: its level.
-        place: the place of the data.
-        from_roots: whether one device of each machine has all data of the machine, and takes part alone.
-        sent: for units of each kind, the content that is sent, and how many times.
-    """
-
-    step: str
+    step: str  # the name of its step
     level: Level
-    place: Place
-    from_roots: bool
-    sent: tuple[tuple[Content, float], ...]
+    place: Place  # the place of the data
+    from_roots: bool  # whether one device of each machine has all data of the machine, and takes part alone
+    sent: tuple[tuple[Content, float], ...]  # for units of each kind, the content that is sent, and how many times
 
 
 class Copying(NamedTuple):
-    """A copy.
+    """A copy."""
 
-    Attributes:
-        resource: the copy engine; ``None`` for copies where backward computes.
-        contents: for units of each kind, what is copied.
-        at_most: likewise; no more than that is copied, if it is there.
-    """
-
-    resource: Resource | None
-    contents: tuple[Content, ...]
-    at_most: tuple[Content, ...] = ()
+    resource: Resource | None  # the copy engine; None for copies where backward computes
+    contents: tuple[Content, ...]  # for units of each kind, what is copied
+    at_most: tuple[Content, ...] = ()  # likewise; no more than that is copied, if it is there
 
 
 class Coding(NamedTuple):
-    """An encoding or decoding.
+    """An encoding or decoding."""
 
-    Attributes:
-        kind: the work.
-        place: where it is computed.
-        extents: for units of each kind, the elements.
-        sources: the number of payloads that are merged.
-    """
-
-    kind: StageKind
-    place: Place
-    extents: tuple[Extent, ...]
-    sources: int
+    kind: StageKind  # the work
+    place: Place  # where it is computed
+    extents: tuple[Extent, ...]  # for units of each kind, the elements
+    sources: int  # the number of payloads that are merged
 
 
 Operation: TypeAlias = Sending | Copying | Coding
@@ -67,15 +46,11 @@ Operation: TypeAlias = Sending | Copying | Coding
 
 
 class Roots(NamedTuple):
-    """The dependence of a stage on the root of its message, as levels on which the root's index counts.
-
-    Attributes:
-        ranks: the ranks that have this index take part, and no others; all ranks if there is no level.
-        link: the link of the rank that has this index is the one with the most to carry.
-    """
+    """The dependence of a stage on the root of its message, as levels on which the root's index counts."""
 
     ranks: tuple[Level, ...] = ()
-    link: tuple[Level, ...] = ()
+    """The ranks that have this index take part, and no others; all ranks if there is no level."""
+    link: tuple[Level, ...] = ()  # the link of the rank that has this index is the one with the most to carry
 
 
 NO_ROOTS = Roots()
@@ -83,21 +58,15 @@ NO_ROOTS = Roots()
 
 
 class StageTemplate(NamedTuple):
-    """A stage of a program.
-
-    Attributes:
-        spec: the stage.
-        operation: what it does.
-        roots: its dependence on the root.
-    """
+    """A stage of a program."""
 
     spec: StageSpec
     operation: Operation
-    roots: Roots
+    roots: Roots  # its dependence on the root
 
 
 _OPERATIONS: dict[Operation, Operation] = {}
-"""Those of all templates."""
+"""The operations of all templates."""
 
 
 @functools.lru_cache(maxsize=20000)

@@ -31,76 +31,47 @@ from .virtual_lanes import SUBMITTER, Run, Submitted, Utilisation, VirtualLanes,
 
 
 class Origin(NamedTuple):
-    """The place of a stage in the step.
+    """The place of a stage in the step."""
 
-    Attributes:
-        launch: the number of its launch.
-        message: the number of its message in the step.
-        keys: the names of the message's units.
-    """
-
-    launch: int
-    message: int
-    keys: tuple[str, ...]
+    launch: int  # the number of its launch
+    message: int  # the number of its message in the step
+    keys: tuple[str, ...]  # the names of the message's units
 
 
 @dataclass(frozen=True)
 class TimedStage:
-    """A stage and its predicted times, in seconds from the start of the step.
+    """A stage and its predicted times, in seconds from the start of the step."""
 
-    Attributes:
-        launch: the number of its launch.
-        message: the number of its message in the step.
-        keys: the names of the message's units.
-        spec: the stage.
-        lane: its lane.
-        start_s: when it begins.
-        end_s: when it ends.
-        at_once: whether the submitting thread starts it, beside the others of the lane.
-    """
-
-    launch: int
-    message: int
-    keys: tuple[str, ...]
+    launch: int  # the number of its launch
+    message: int  # the number of its message in the step
+    keys: tuple[str, ...]  # the names of the message's units
     spec: StageSpec
     lane: LaneKey
-    start_s: float
-    end_s: float
-    at_once: bool
+    start_s: float  # when it begins
+    end_s: float  # when it ends
+    at_once: bool  # whether the submitting thread starts it, beside the others of the lane
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A predicted training step. All times are in seconds, those of events from the start of the step.
-
-    Attributes:
-        step_s: the step.
-        forward_s: forward, with its waiting for parameters of FSDP2, and nothing else that delays it.
-        backward_s: backward, with everything that makes it longer: what shares its cores or its device, submission,
-            hooks, waiting for parameters of FSDP2.
-        optimizer_s: the optimizer, which begins when all gradients are averaged.
-        exposed_s: from the end of backward until the optimizer begins, waiting for launches and copying gradients.
-        launches: the launches, in order.
-        phases: the number of collectives of the longest program, on which the lane depends that waits for launches.
-        capacities: the capacities of shared resources.
-        run: the simulation.
-        submitted: all stages of all messages, in the order of submission, each with its task in the simulation.
-        origins: the origin of each of them.
-        gathers: the gathers of parameters of FSDP2, in the order in which they are asked for.
-    """
+    """A predicted training step. All times are in seconds, those of events from the start of the step."""
 
     step_s: float
-    forward_s: float
+    forward_s: float  # forward, with its waiting for parameters of FSDP2, and nothing else that delays it
     backward_s: float
-    optimizer_s: float
-    exposed_s: float
-    launches: tuple[BucketLaunch, ...] = field(repr=False)
-    phases: int
-    capacities: Mapping[Shared, float] = field(repr=False)
-    run: Run = field(repr=False, compare=False)
+    """Backward, with everything that makes it longer: what shares its cores or its device, submission, hooks, waiting
+    for parameters of FSDP2."""
+    optimizer_s: float  # the optimizer, which begins when all gradients are averaged
+    exposed_s: float  # from the end of backward until the optimizer begins, waiting for launches and copying gradients
+    launches: tuple[BucketLaunch, ...] = field(repr=False)  # the launches, in order
+    phases: int  # the number of collectives of the longest program, on which the lane depends that waits for launches
+    capacities: Mapping[Shared, float] = field(repr=False)  # the capacities of shared resources
+    run: Run = field(repr=False, compare=False)  # the simulation
     submitted: Sequence[Submitted[PricedStage]] = field(repr=False, compare=False)
-    origins: Sequence[Origin] = field(repr=False, compare=False)
+    """All stages of all messages, in the order of submission, each with its task in the simulation."""
+    origins: Sequence[Origin] = field(repr=False, compare=False)  # the origin of each of them
     gathers: Sequence[GatherTasks] = field(default=(), repr=False, compare=False)
+    """The gathers of parameters of FSDP2, in the order in which they are asked for."""
 
     @functools.cached_property
     def stages(self) -> tuple[TimedStage, ...]:

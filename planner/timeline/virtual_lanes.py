@@ -28,31 +28,19 @@ _RELEASES = 1  # the number of a lane for what happens at a given time
 
 
 class Submitted(NamedTuple, Generic[S]):
-    """A stage that has been submitted.
-
-    Attributes:
-        stage: the stage.
-        lane: its lane.
-        task: the number of its task.
-        at_once: whether the submitting thread starts it, beside the others of the lane.
-    """
+    """A stage that has been submitted."""
 
     stage: S
     lane: LaneKey
-    task: int
-    at_once: bool
+    task: int  # the number of its task
+    at_once: bool  # whether the submitting thread starts it, beside the others of the lane
 
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a simulation of lanes.
+    """The result of a simulation of lanes."""
 
-    Attributes:
-        tasks: all tasks: stages, work that is not a stage, the work of the submitting thread.
-        times: their times.
-    """
-
-    tasks: Sequence[SimulatedTask]
+    tasks: Sequence[SimulatedTask]  # all tasks: stages, work that is not a stage, the work of the submitting thread
     times: Times
 
     @property
@@ -210,15 +198,10 @@ class VirtualLane(Generic[S]):
 
 @dataclass(frozen=True)
 class Utilisation:
-    """The load of a resource over time, which changes in steps.
+    """The load of a resource over time, which changes in steps."""
 
-    Attributes:
-        times_s: ``float64 [n + 1]``, the times of the changes, and the end.
-        load: ``float64 [n]``, the load from each time to the next, in the unit of the capacity.
-    """
-
-    times_s: Floats
-    load: Floats
+    times_s: Floats  # float64 [n + 1], the times of the changes, and the end
+    load: Floats  # float64 [n], the load from each time to the next, in the unit of the capacity
 
     @property
     def work_s(self) -> float:

@@ -24,20 +24,14 @@ NOTED = 4  # prices that are named
 
 @dataclass(frozen=True)
 class Band:
-    """The range in which predicted times are expected, and what they are times of.
+    """The range in which predicted times are expected, and what they are times of."""
 
-    Attributes:
-        estimated: whether the machine is described and not measured.
-        margin: the relative error of its predictions.
-        whole_step: whether times are those of whole steps. Otherwise the trace has no forward and no optimizer, and
-            they are those of backward and synchronisation alone.
-        every: the steps of the rounds that times are of; ``None`` if they are of single steps.
-    """
-
-    estimated: bool
-    margin: float
+    estimated: bool  # whether the machine is described and not measured
+    margin: float  # the relative error of its predictions
     whole_step: bool
-    every: int | None = None
+    """Whether times are those of whole steps. Otherwise the trace has no forward and no optimizer, and they are those
+    of backward and synchronisation alone."""
+    every: int | None = None  # the steps of the rounds that times are of; None if they are of single steps
 
     @staticmethod
     def of(problem: Problem) -> Band:
@@ -89,19 +83,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Caveats:
-    """Everything that results should be read with.
+    """Everything that results should be read with."""
 
-    Attributes:
-        problem: the problem, which has no compressors that are left out.
-        allowed: the specs of all compressors that are allowed.
-        unpriced: the specs of the compressors that are left out, because the machine has no good price of them.
-        unusable: for compressors that were named, but that no gradient may use, the reason, by the spec.
-    """
-
-    problem: Problem
-    allowed: tuple[str, ...]
+    problem: Problem  # the problem, which has no compressors that are left out
+    allowed: tuple[str, ...]  # the specs of all compressors that are allowed
     unpriced: tuple[str, ...]
+    """The specs of the compressors that are left out, because the machine has no good price of them."""
     unusable: Mapping[str, str]
+    """For compressors that were named, but that no gradient may use, the reason, by the spec."""
 
     @property
     def assumptions(self) -> list[str]:

@@ -23,20 +23,14 @@ NOTHING_EXPOSED = 0.02
 
 @dataclass(frozen=True)
 class Advice:
-    """The plan of a policy, and whether it pays.
+    """The plan of a policy, and whether it pays."""
 
-    Attributes:
-        choice: the plan, and that without compression.
-        band: how exact the prediction is.
-        memory: the memory for the plan.
-        better: the fastest plan of another policy that pays and fits; ``None`` if there is none, or if the plan itself
-            pays and that one saves less over it than predictions may be wrong by.
-    """
-
-    choice: Choice
-    band: Band
-    memory: PlanMemory
+    choice: Choice  # the plan, and that without compression
+    band: Band  # how exact the prediction is
+    memory: PlanMemory  # the memory for the plan
     better: Row | None = None
+    """The fastest plan of another policy that pays and fits; ``None`` if there is none, or if the plan itself pays and
+    that one saves less over it than predictions may be wrong by."""
 
     @staticmethod
     def of(problem: Problem, choice: Choice) -> Advice:

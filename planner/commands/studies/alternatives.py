@@ -23,21 +23,13 @@ MAX_RING = 8  # a ring of more ranks has more hops than a message has lanes
 
 @dataclass(frozen=True)
 class UnitAlternative:
-    """Another way to send some units.
+    """Another way to send some units."""
 
-    Attributes:
-        compressor: the spec of the compressor, or ``"exactly"``.
-        program: the name of the program.
-        step_s: how long the step would take, in seconds.
-        allowed: whether the rule of accuracy allows it.
-        error: the largest relative error of the units' gradients, or ``None`` if it is not known.
-    """
-
-    compressor: str
-    program: str
-    step_s: float
-    allowed: bool
-    error: float | None
+    compressor: str  # the spec of the compressor, or "exactly"
+    program: str  # the name of the program
+    step_s: float  # how long the step would take, in seconds
+    allowed: bool  # whether the rule of accuracy allows it
+    error: float | None  # the largest relative error of the units' gradients, or None if it is not known
 
 
 def alternatives(

@@ -31,73 +31,43 @@ _DECODES = (StageKind.DECODE, StageKind.RECONSTRUCT)
 
 @dataclass(frozen=True)
 class MessageCost:
-    """A message of a plan, and what else it could be.
+    """A message of a plan, and what else it could be."""
 
-    Attributes:
-        message: its number in the step.
-        launch: the number of its launch.
-        units: the names of its units.
-        nbytes: the bytes of its gradients.
-        ready_s: from the start of backward until it is launched, if nothing delays backward.
-        compressors: the specs of its compressors; empty if it is sent exactly.
-        program: the name of its program.
-        channel: its channel.
-        encode_s: seconds of stages that encode, or recode.
-        send_s: seconds of its collectives, the wait for others on their lane not included.
-        decode_s: seconds of stages that decode.
-        copy_s: seconds of copies between device and host.
-        alternatives: other ways to send it, with the step that each would give; empty if they were not asked for.
-    """
-
-    message: int
-    launch: int
-    units: tuple[str, ...]
-    nbytes: int
-    ready_s: float
-    compressors: tuple[str, ...]
-    program: str
+    message: int  # its number in the step
+    launch: int  # the number of its launch
+    units: tuple[str, ...]  # the names of its units
+    nbytes: int  # the bytes of its gradients
+    ready_s: float  # from the start of backward until it is launched, if nothing delays backward
+    compressors: tuple[str, ...]  # the specs of its compressors; empty if it is sent exactly
+    program: str  # the name of its program
     channel: int
-    encode_s: float
-    send_s: float
-    decode_s: float
-    copy_s: float
+    encode_s: float  # seconds of stages that encode, or recode
+    send_s: float  # seconds of its collectives, the wait for others on their lane not included
+    decode_s: float  # seconds of stages that decode
+    copy_s: float  # seconds of copies between device and host
     alternatives: tuple[UnitAlternative, ...] = ()
+    """Other ways to send it, with the step that each would give; empty if they were not asked for."""
 
 
 @dataclass(frozen=True)
 class ChainPiece:
-    """A piece of the chain.
+    """A piece of the chain."""
 
-    Attributes:
-        what: what ran, such as ``"backward"`` or ``"AllGather"``.
-        launch: the number of its launch, or ``None``.
-        start_s: when the chain comes to it.
-        end_s: when it ends.
-    """
-
-    what: str
-    launch: int | None
-    start_s: float
-    end_s: float
+    what: str  # the work, such as "backward" or "AllGather"
+    launch: int | None  # the number of its launch, or None
+    start_s: float  # when the chain comes to it
+    end_s: float  # when it ends
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a plan takes as long as it does. All times are in seconds.
+    """Why a plan takes as long as it does. All times are in seconds."""
 
-    Attributes:
-        timeline: the timeline of the plan.
-        none_s: a step without compression.
-        messages: its messages, in the order of their submission; for one unit those that hold it.
-        chain: what the step has waited for.
-        what_if_s: for each change of the machine, how long a step with the same plan would take.
-    """
-
-    timeline: Timeline
-    none_s: float
-    messages: tuple[MessageCost, ...]
-    chain: tuple[ChainPiece, ...]
-    what_if_s: Mapping[str, float]
+    timeline: Timeline  # the timeline of the plan
+    none_s: float  # a step without compression
+    messages: tuple[MessageCost, ...]  # its messages, in the order of their submission; for one unit those that hold it
+    chain: tuple[ChainPiece, ...]  # everything that the step has waited for
+    what_if_s: Mapping[str, float]  # for each change of the machine, how long a step with the same plan would take
 
 
 def explain(

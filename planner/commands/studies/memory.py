@@ -19,19 +19,14 @@ from ..common.outcome import Part
 class PlanMemory:
     """The memory of the rank that needs most, without activations and the state of the optimizer, of which a trace says
     nothing.
-
-    Attributes:
-        model_nbytes: the bytes of weights, gradients and DDP's buckets; where updates are averaged, also of the anchors
-            from which they are measured, and of the updates.
-        plan_nbytes: at most the bytes of residuals and buffers.
-        has_nbytes: the bytes that a rank has; ``None`` if the machine does not say.
-        of_updates: whether updates are averaged, and not gradients.
     """
 
     model_nbytes: int
-    plan_nbytes: int
-    has_nbytes: float | None
-    of_updates: bool = False
+    """The bytes of weights, gradients and DDP's buckets; where updates are averaged, also of the anchors from which
+    they are measured, and of the updates."""
+    plan_nbytes: int  # at most the bytes of residuals and buffers
+    has_nbytes: float | None  # the bytes that a rank has; None if the machine does not say
+    of_updates: bool = False  # whether updates are averaged, and not gradients
 
     @staticmethod
     def of(problem: Problem, plan: Plan) -> PlanMemory:

@@ -41,17 +41,11 @@ class SweepResult:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Where compression pays.
-
-    Attributes:
-        sweeps: the sweeps.
-        limit: the bandwidth up to which compression pays; ``None`` for one rank.
-        enough: the ratio that would be enough; ``None`` for one rank.
-    """
+    """Where compression pays."""
 
     sweeps: tuple[SweepResult, ...]
-    limit: BandwidthLimit | None = None
-    enough: EnoughRatio | None = None
+    limit: BandwidthLimit | None = None  # the bandwidth up to which compression pays; None for one rank
+    enough: EnoughRatio | None = None  # the ratio that would be enough; None for one rank
 
 
 def predict(
@@ -116,15 +110,10 @@ def predict(
 
 @dataclass(frozen=True)
 class BandwidthLimit:
-    """The bandwidth up to which compression pays.
+    """The bandwidth up to which compression pays."""
 
-    Attributes:
-        bandwidth_bit_per_s: the bandwidth; ``None`` if there is no such bandwidth.
-        always_pays: without one, whether compression pays at all bandwidths that were tried, or at none.
-    """
-
-    bandwidth_bit_per_s: float | None
-    always_pays: bool = False
+    bandwidth_bit_per_s: float | None  # the bandwidth; None if there is no such bandwidth
+    always_pays: bool = False  # without one, whether compression pays at all bandwidths that were tried, or at none
 
 
 def bandwidth_limit(pays_with_known: Callable[[float], bool], found_at: Callable[[float], bool]) -> BandwidthLimit:
@@ -159,17 +148,11 @@ def _values(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True)
 class EnoughRatio:
-    """The ratio of compression that would be enough if codecs cost nothing.
+    """The ratio of compression that would be enough if codecs cost nothing."""
 
-    Attributes:
-        ratio: as many times fewer bytes bring the step near its least; 1 if it is there without compression.
-        step_s: the step with that ratio.
-        least_s: the step if nothing were sent but the latencies of collectives.
-    """
-
-    ratio: float
-    step_s: float
-    least_s: float
+    ratio: float  # as many times fewer bytes bring the step near its least; 1 if it is there without compression
+    step_s: float  # the step with that ratio
+    least_s: float  # the step if nothing were sent but the latencies of collectives
 
 
 def enough_ratio(problem: Problem, best: Plan) -> EnoughRatio:

@@ -23,34 +23,21 @@ _MANTISSAS = (1.0, 2.0, 5.0)  # values of a range: 1, 2, 5, 10, 20, ...
 
 @dataclass(frozen=True)
 class Axis:
-    """Something that a sweep changes.
+    """Something that a sweep changes."""
 
-    Attributes:
-        title: its name for people.
-        value: reads a value.
-        label: the text of a value.
-        scene: the trace and the machine with another value.
-    """
-
-    title: str
-    value: Callable[[str], float]
-    label: Callable[[float], str]
-    scene: Callable[[ModelTrace, Machine, float], Scene]
+    title: str  # its name for people
+    value: Callable[[str], float]  # reads a value
+    label: Callable[[float], str]  # the text of a value
+    scene: Callable[[ModelTrace, Machine, float], Scene]  # the trace and the machine with another value
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The values of an axis.
+    """The values of an axis."""
 
-    Attributes:
-        name: the name of the axis.
-        axis: the axis.
-        values: the values, in the order in which they were given.
-    """
-
-    name: str
+    name: str  # the name of the axis
     axis: Axis
-    values: tuple[float, ...]
+    values: tuple[float, ...]  # the values, in the order in which they were given
 
 
 def bandwidth_from(text: str) -> float:

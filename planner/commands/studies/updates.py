@@ -27,17 +27,11 @@ more accuracy."""
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of a training step, as a mean over the steps of a round.
+    """The cost of a training step, as a mean over the steps of a round."""
 
-    Attributes:
-        name: the kind of training.
-        step_s: the predicted seconds of a step.
-        sent_bits: the bits that a rank sends per element and step, as a mean over all ranks.
-    """
-
-    name: str
-    step_s: float
-    sent_bits: float
+    name: str  # the kind of training
+    step_s: float  # the predicted seconds of a step
+    sent_bits: float  # the bits that a rank sends per element and step, as a mean over all ranks
 
 
 def step_costs(problem: Problem, choice: Choice) -> tuple[StepCost, ...]:
@@ -78,19 +72,12 @@ def _sent_nbytes(plan: Plan, problem: Problem) -> float:
 
 @dataclass(frozen=True)
 class UpdatesInstead:
-    """Rounds of updates that take less time than steps whose gradients are averaged.
+    """Rounds of updates that take less time than steps whose gradients are averaged."""
 
-    Attributes:
-        every: the number of steps of a round.
-        delay: the number of steps that are computed while updates are on their way.
-        step_s: the predicted seconds of a training step, as a mean over a round.
-        waits_s: the seconds by which a step with averaged gradients is longer than its computing.
-    """
-
-    every: int
-    delay: int
-    step_s: float
-    waits_s: float
+    every: int  # the number of steps of a round
+    delay: int  # the number of steps that are computed while updates are on their way
+    step_s: float  # the predicted seconds of a training step, as a mean over a round
+    waits_s: float  # the seconds by which a step with averaged gradients is longer than its computing
 
     def part(self) -> Part:
         """The rounds, in sentences."""

@@ -36,19 +36,12 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A launch to measure.
+    """A launch to measure."""
 
-    Attributes:
-        units: number of units.
-        elements: number of elements of all of them.
-        sources: number of payloads to merge.
-        stretch: rows of a unit's matrix over its columns; low-rank methods only.
-    """
-
-    units: int
-    elements: int
-    sources: int = 1
-    stretch: int = 1
+    units: int  # number of units
+    elements: int  # number of elements of all of them
+    sources: int = 1  # number of payloads to merge
+    stretch: int = 1  # rows of a unit's matrix over its columns; low-rank methods only
 
     @property
     def numel(self) -> int:

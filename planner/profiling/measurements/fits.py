@@ -20,38 +20,24 @@ _TINY = 1e-12  # gradients of a least-squares problem with columns of length 1 b
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of one call.
+    """The cost of one call."""
 
-    Attributes:
-        nbytes: its size.
-        wall_s: seconds.
-        cores_s: CPU seconds of all threads.
-        apart: relative difference of the two moments at which it took least; ``None`` if it was measured at one only.
-    """
-
-    nbytes: float
-    wall_s: float
-    cores_s: float
+    nbytes: float  # its size
+    wall_s: float  # seconds
+    cores_s: float  # CPU seconds of all threads
     apart: float | None = None
+    """Relative difference of the two moments at which it took least; ``None`` if it was measured at one only."""
 
 
 @dataclass(frozen=True)
 class LaunchSample:
-    """The seconds of one launch of a codec.
+    """The seconds of one launch of a codec."""
 
-    Attributes:
-        units: number of units.
-        elements: number of elements of all of them.
-        sources: number of payloads that are merged.
-        seconds: measured seconds.
-        sides: rows and columns of the matrices of all units; 0 without matrices.
-    """
-
-    units: int
-    elements: int
-    sources: int
-    seconds: float
-    sides: float = 0.0
+    units: int  # number of units
+    elements: int  # number of elements of all of them
+    sources: int  # number of payloads that are merged
+    seconds: float  # measured seconds
+    sides: float = 0.0  # rows and columns of the matrices of all units; 0 without matrices
 
 
 def curve_of(points: Sequence[CallCost]) -> Curve:

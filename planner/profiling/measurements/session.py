@@ -25,34 +25,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MeasurementExtent:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        least_nbytes: smallest size of a collective.
-        largest_nbytes: largest size of a collective.
-        longest_s: seconds of the longest call.
-        curve_s: seconds of a collective at most, which its sizes and two moments share; more while these disagree.
-        trains: the number of trains of each size that are measured at one moment at most.
-        rounds: the number of times that anything else is measured.
-        elements: the numbers of elements of codecs with one unit.
-        many: pairs of units and elements.
-        far_caches: bytes that pass through the caches before a buffer is used again, relative to the largest cache.
-    """
-
-    least_nbytes: int = KI
-    largest_nbytes: int = 64 * MI
-    longest_s: float = 0.15
+    least_nbytes: int = KI  # smallest size of a collective
+    largest_nbytes: int = 64 * MI  # largest size of a collective
+    longest_s: float = 0.15  # seconds of the longest call
     curve_s: float = 2.5
-    trains: int = 24
-    rounds: int = 4
+    """Seconds of a collective at most, which its sizes and two moments share; more while these disagree."""
+    trains: int = 24  # the number of trains of each size that are measured at one moment at most
+    rounds: int = 4  # the number of times that anything else is measured
     elements: tuple[int, ...] = tuple(4 * KI << shift for shift in range(0, 13, 2))
+    """The numbers of elements of codecs with one unit."""
     many: tuple[tuple[int, int], ...] = (
         (16, 64 * KI),
         (16, MI),
         (128, 256 * KI),
         (128, 4 * MI),
     )
+    """Pairs of units and elements."""
     far_caches: float = 4.0
+    """Bytes that pass through the caches before a buffer is used again, relative to the largest cache."""
 
     @staticmethod
     def of(seconds: float) -> MeasurementExtent:
@@ -72,31 +64,22 @@ class MeasurementExtent:
 
 @dataclass
 class Session:
-    """A measurement in progress, which begins when the object is made.
+    """A measurement in progress, which begins when the object is made."""
 
-    Attributes:
-        ranks: all ranks.
-        seconds: the seconds that it may take. A part that begins before they are over is measured to its end, and so
-            is one that every plan needs.
-        places: the memories of this rank.
-        topology: topology of the ranks.
-        extent: how much is measured.
-        progress: called with the share of the seconds that is spent, and the name of the part that begins.
-        clock: the seconds of calls that only compute. It stands still while other threads have the cores, and is faster
-            by the factor by which ranks slow down each other.
-        now: returns the seconds of a clock that never stands still.
-        left_out: the parts for which there was no time, for people.
-    """
-
-    ranks: Ranks
+    ranks: Ranks  # all ranks
     seconds: float
-    places: Places
-    topology: Topology
-    extent: MeasurementExtent
+    """The seconds that it may take. A part that begins before they are over is measured to its end, and so is one that
+    every plan needs."""
+    places: Places  # the memories of this rank
+    topology: Topology  # topology of the ranks
+    extent: MeasurementExtent  # how much is measured
     progress: Callable[[float, str], object]
+    """Called with the share of the seconds that is spent, and the name of the part that begins."""
     clock: Callable[[], float] = time.perf_counter
-    now: Callable[[], float] = time.monotonic
-    left_out: list[str] = field(default_factory=list)
+    """The seconds of calls that only compute. It stands still while other threads have the cores, and is faster by the
+    factor by which ranks slow down each other."""
+    now: Callable[[], float] = time.monotonic  # returns the seconds of a clock that never stands still
+    left_out: list[str] = field(default_factory=list)  # the parts for which there was no time, for people
 
     def __post_init__(self) -> None:
         self._start_s = self.now()
