@@ -26,13 +26,9 @@ class Disagreement(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The outcome of work that has failed on some rank, the same on all ranks.
+    """The outcome of work that has failed on some rank, the same on all ranks."""
 
-    Attributes:
-        text: the error, with the rank that has raised it.
-    """
-
-    text: str
+    text: str  # the error, with the rank that has raised it
 
 
 @contextlib.contextmanager

@@ -119,17 +119,12 @@ class Communicators:
 
 @dataclass(frozen=True)
 class DryCommunicators:
-    """A stand-in for :class:`Communicators` that sends nothing, for building messages only to learn their sizes.
+    """A stand-in for :class:`Communicators` that sends nothing, for building messages only to learn their sizes."""
 
-    Attributes:
-        rank: the rank that messages are built for.
-        topology: the topology of all ranks.
-        places: the memories of that rank; by default tensors are without memory, on the device ``meta``.
-    """
-
-    rank: int
-    topology: Topology
+    rank: int  # the rank that messages are built for
+    topology: Topology  # the topology of all ranks
     places: Places = _META_PLACES
+    """The memories of that rank; by default tensors are without memory, on the device ``meta``."""
 
     @property
     def world_size(self) -> int:

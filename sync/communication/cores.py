@@ -21,17 +21,12 @@ _ROUNDING = 1e-6  # parts of cores are added up
 
 
 class Moment(NamedTuple):
-    """A moment, as a thread sees it.
+    """A moment, as a thread sees it."""
 
-    Attributes:
-        at_s: seconds of a monotonic clock.
-        waited_s: seconds for which the thread has waited for a core up to now, although it could have run: other
-            threads had the cores. It is 0 where the system does not tell.
-        thread: the thread.
-    """
-
-    at_s: float
+    at_s: float  # seconds of a monotonic clock
     waited_s: float
+    """Seconds for which the thread has waited for a core up to now, although it could have run: other threads had the
+    cores. It is 0 where the system does not tell."""
     thread: int
 
     @staticmethod
@@ -94,15 +89,11 @@ def running_s() -> float:
 
 @dataclass(frozen=True)
 class Cores:
-    """The cores that the ranks have to compute with.
-
-    Attributes:
-        least: cores of the rank that has least: its part of each core on which other ranks of its host may run, too.
-        threads: the threads of torch in the rank that has most of them.
-    """
+    """The cores that the ranks have to compute with."""
 
     least: float
-    threads: int
+    """Cores of the rank that has least: its part of each core on which other ranks of its host may run, too."""
+    threads: int  # the threads of torch in the rank that has most of them
 
     @property
     def suffice(self) -> bool:

@@ -75,19 +75,12 @@ def new_group_of(ranks: Sequence[int], like: dist.ProcessGroup, device: torch.de
 
 @dataclass(frozen=True)
 class Wanted:
-    """A process group that is to be made.
+    """A process group that is to be made."""
 
-    Attributes:
-        members: ranks of the default group, in the order of their ranks in the new one.
-        name: a name that no other group of the same call has on its members. Error messages of torch show it.
-        backend: ``"gloo"``, ``"nccl"`` or another backend that torch knows.
-        timeout: the timeout of its collectives.
-    """
-
-    members: Sequence[int]
-    name: str
-    backend: str
-    timeout: timedelta
+    members: Sequence[int]  # ranks of the default group, in the order of their ranks in the new one
+    name: str  # a name that no other group of the same call has on its members. Error messages of torch show it.
+    backend: str  # "gloo", "nccl" or another backend that torch knows
+    timeout: timedelta  # the timeout of its collectives
 
 
 def make_groups(group: dist.ProcessGroup, device: torch.device, wanted: Sequence[Wanted]) -> list[dist.ProcessGroup]:

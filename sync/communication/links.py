@@ -29,16 +29,10 @@ PEER = "gckernels_peer"
 
 
 class Transfer(NamedTuple):
-    """A tensor on its way between this rank and another one, whose errors name that rank.
+    """A tensor on its way between this rank and another one, whose errors name that rank."""
 
-    Attributes:
-        work: the work of ``torch.distributed``.
-        peer: the other rank in ``group``.
-        group: the group.
-    """
-
-    work: dist.Work
-    peer: int
+    work: dist.Work  # the work of torch.distributed
+    peer: int  # the other rank in group
     group: dist.ProcessGroup
 
     def wait(self) -> None:
@@ -52,18 +46,13 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class RankConnections:
-    """The connections of this rank to the other ranks of a level, for one phase, place and channel.
+    """The connections of this rank to the other ranks of a level, for one phase, place and channel."""
 
-    Attributes:
-        ranks: number of ranks.
-        index: this rank among them.
-        groups: the process group for collectives, which on Gloo also carries data from lower to higher ranks. Where
-            there are exchanges, a second one, for data from higher to lower ranks. None if nothing will be sent.
-    """
-
-    ranks: int
-    index: int
+    ranks: int  # number of ranks
+    index: int  # this rank among them
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+    """The process group for collectives, which on Gloo also carries data from lower to higher ranks. Where there are
+    exchanges, a second one, for data from higher to lower ranks. None if nothing will be sent."""
     _turns: itertools.count[int] = field(default_factory=itertools.count, compare=False)
 
     @property

@@ -36,26 +36,17 @@ _CLOSED, _LATE, _OTHER = "closed", "late", "other"
 
 @dataclass(frozen=True)
 class Word:
-    """The word of a rank about its failure.
+    """The word of a rank about its failure."""
 
-    Attributes:
-        rank: the rank, numbered as in the job.
-        what: the collective in which it has failed, such as ``"AllToAll"``; ``""`` if it has failed outside of one.
-        names: what is sent there.
-        step: the training step; ``None`` if it belongs to none.
-        kind: ``"closed"`` if its connections have been closed, ``"late"`` if nothing has come in time, ``"other"`` if
-            something else has happened.
-        peer: the rank for which it has waited, if that is known; -1 otherwise.
-        error: the text of the error.
-    """
-
-    rank: int
-    what: str
-    names: str
-    step: int | None
+    rank: int  # the rank, numbered as in the job
+    what: str  # the collective in which it has failed, such as "AllToAll"; "" if it has failed outside of one
+    names: str  # the names of everything that is sent there
+    step: int | None  # the training step; None if it belongs to none
     kind: str
-    peer: int
-    error: str
+    """``"closed"`` if its connections have been closed, ``"late"`` if nothing has come in time, ``"other"`` if
+    something else has happened."""
+    peer: int  # the rank for which it has waited, if that is known; -1 otherwise
+    error: str  # the text of the error
 
     @classmethod
     def of(cls, rank: int, what: str, names: Sequence[str], step: int | None, error: BaseException) -> Word:

@@ -232,19 +232,12 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Renewal:
-    """The work before a step on residuals of one dtype in one memory that have the same scale and optimizer.
-
-    Attributes:
-        residuals: the residuals.
-        copies: their tensors before the last step.
-        skipped: whether the last step does not count, a bool scalar; ``None`` if it certainly counts.
-        factor: ratio of the new scale to that of the values, an fp32 scalar; ``None`` without a scaler.
-    """
+    """The work before a step on residuals of one dtype in one memory that have the same scale and optimizer."""
 
     residuals: list[Residual]
-    copies: list[torch.Tensor]
-    skipped: torch.Tensor | None
-    factor: torch.Tensor | None
+    copies: list[torch.Tensor]  # their tensors before the last step
+    skipped: torch.Tensor | None  # whether the last step does not count, a bool scalar; None if it certainly counts
+    factor: torch.Tensor | None  # ratio of the new scale to that of the values, an fp32 scalar; None without a scaler
 
     @torch.no_grad()
     def run(self) -> None:

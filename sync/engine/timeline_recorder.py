@@ -29,19 +29,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Span:
-    """A stage that has run.
+    """A stage that has run."""
 
-    Attributes:
-        lane: the lane that ran it.
-        event: its description in Chrome's format, without times.
-        start: nanoseconds of the monotonic clock, or a device event.
-        end: likewise.
-    """
-
-    lane: Lane
-    event: dict[str, Any]
-    start: Any
-    end: Any
+    lane: Lane  # the lane that ran it
+    event: dict[str, Any]  # its description in Chrome's format, without times
+    start: Any  # nanoseconds of the monotonic clock, or a device event
+    end: Any  # likewise
 
 
 class TimelineRecorder:

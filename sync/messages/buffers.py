@@ -26,44 +26,29 @@ from .message import Unit
 
 @dataclass(frozen=True)
 class Raw:
-    """Raw data of all units.
+    """Raw data of all units."""
 
-    Attributes:
-        pieces: the piece of each unit that this rank has, contiguous.
-        vector: the vector in which all pieces lie, with room for a full shard each; ``None`` if the pieces are the
-            gradients themselves.
-        place: where they lie.
-    """
-
-    pieces: list[torch.Tensor]
+    pieces: list[torch.Tensor]  # the piece of each unit that this rank has, contiguous
     vector: torch.Tensor | None = None
-    place: Place = Place.DEVICE
+    """The vector in which all pieces lie, with room for a full shard each; ``None`` if the pieces are the gradients
+    themselves."""
+    place: Place = Place.DEVICE  # where they lie
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Raw data before or after a collective.
+    """Raw data before or after a collective."""
 
-    Attributes:
-        rows: ``[1, numel]``, or ``[ranks, numel]`` for the shards of all ranks.
-    """
-
-    rows: torch.Tensor
+    rows: torch.Tensor  # [1, numel], or [ranks, numel] for the shards of all ranks
 
 
 @dataclass(frozen=True)
 class Payloads:
-    """Payloads of all units.
+    """Payloads of all units."""
 
-    Attributes:
-        buffer: ``uint8 [sources, chunks, nbytes]``; every unit has a slice of the last dimension.
-        summed: number of ranks whose sum, not mean, each payload encodes.
-        place: where they lie.
-    """
-
-    buffer: torch.Tensor
-    summed: int = 1
-    place: Place = Place.DEVICE
+    buffer: torch.Tensor  # uint8 [sources, chunks, nbytes]; every unit has a slice of the last dimension
+    summed: int = 1  # number of ranks whose sum, not mean, each payload encodes
+    place: Place = Place.DEVICE  # where they lie
 
     @property
     def factor(self) -> float:
@@ -73,17 +58,12 @@ class Payloads:
 
 @dataclass(frozen=True)
 class Travelling(Payloads):
-    """The payloads of one shard on its way around a ring.
-
-    Attributes:
-        pieces: this rank's piece of each unit, which is added shard by shard.
-        totals: room for the sum of a shard of each unit, ``fp32 [size]``.
-        received: the payloads from the previous rank, after a hop.
-    """
+    """The payloads of one shard on its way around a ring."""
 
     pieces: list[torch.Tensor] = field(default_factory=list)
-    totals: list[torch.Tensor] = field(default_factory=list)
-    received: torch.Tensor | None = None
+    """This rank's piece of each unit, which is added shard by shard."""
+    totals: list[torch.Tensor] = field(default_factory=list)  # room for the sum of a shard of each unit, fp32 [size]
+    received: torch.Tensor | None = None  # the payloads from the previous rank, after a hop
 
 
 Held = Raw | Staged | Payloads

@@ -33,19 +33,12 @@ from .seeds import unit_seed
 
 @dataclass(frozen=True)
 class GatheredParameter:
-    """The shards of a parameter that lie in the rows of a gather.
+    """The shards of a parameter that lie in the rows of a gather."""
 
-    Attributes:
-        name: the parameter.
-        start: the first element in a row.
-        numel: the number of elements in a row.
-        codec: encodes each shard; ``Identity`` sends it exactly, in fp32.
-    """
-
-    name: str
-    start: int
-    numel: int
-    codec: Codec
+    name: str  # the parameter
+    start: int  # the first element in a row
+    numel: int  # the number of elements in a row
+    codec: Codec  # encodes each shard; Identity sends it exactly, in fp32
 
 
 class GatherMessage(Message):

@@ -26,15 +26,10 @@ from ..resources.stage import Stage
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of gradient to synchronise.
-
-    Attributes:
-        plan: its plan.
-        grad: the piece itself, ``[numel]``, contiguous.
-    """
+    """One piece of gradient to synchronise."""
 
     plan: UnitPlan
-    grad: torch.Tensor
+    grad: torch.Tensor  # the piece itself, [numel], contiguous
 
 
 def compressor_of(unit: Unit | PlacedUnit, kind: str = "worker") -> Codec:

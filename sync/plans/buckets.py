@@ -23,15 +23,10 @@ _Group: TypeAlias = list[UnitPlan]
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Units that lie in one vector.
+    """Units that lie in one vector."""
 
-    Attributes:
-        groups: the units in order; those that share a parameter are a group.
-        dtype: the dtype of its elements, which are real.
-    """
-
-    groups: tuple[tuple[PlacedUnit, ...], ...]
-    dtype: torch.dtype
+    groups: tuple[tuple[PlacedUnit, ...], ...]  # the units in order; those that share a parameter are a group
+    dtype: torch.dtype  # the dtype of its elements, which are real
 
     @property
     def units(self) -> tuple[PlacedUnit, ...]:

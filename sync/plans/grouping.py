@@ -18,18 +18,13 @@ from .plan import UnitPlan
 
 @dataclass(frozen=True)
 class PlacedUnit:
-    """A unit at its position in a bucket.
-
-    Attributes:
-        plan: the plan of the unit.
-        start: the index of its first element in the bucket, in real numbers.
-        row: if the bucket has a row for the shards of each rank, the elements of the unit in a full row, which begin at
-            ``start``; otherwise ``None``.
-    """
+    """A unit at its position in a bucket."""
 
     plan: UnitPlan
-    start: int
+    start: int  # the index of its first element in the bucket, in real numbers
     row: int | None = None
+    """If the bucket has a row for the shards of each rank, the elements of the unit in a full row, which begin at
+    ``start``; otherwise ``None``."""
 
     @property
     def stop(self) -> int:
@@ -39,21 +34,13 @@ class PlacedUnit:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """A message: units of a bucket that are sent together.
-
-    Attributes:
-        kind: the kind of the message.
-        program: the program of all its units.
-        units: the units in the order of the message.
-        channel: the channel of the communicators on which its collectives run.
-        start, stop: the elements of the bucket that the message averages, if it averages in place.
-    """
+    """A message: units of a bucket that are sent together."""
 
     kind: MessageKind
-    program: Program
-    units: tuple[PlacedUnit, ...]
-    channel: int = 0
-    start: int = 0
+    program: Program  # the program of all its units
+    units: tuple[PlacedUnit, ...]  # the units in the order of the message
+    channel: int = 0  # the channel of the communicators on which its collectives run
+    start: int = 0  # start, stop: the elements of the bucket that the message averages, if it averages in place
     stop: int = 0
 
     @functools.cached_property

@@ -31,23 +31,15 @@ E = TypeVar("E", bound=Enum)
 
 @dataclass(frozen=True)
 class Entry:
-    """A value in a JSON document, with the place where it stands.
-
-    Attributes:
-        value: the value.
-        file: the document, for errors.
-        path: the entry in the document, such as ``tensors[3].numel``; ``""`` for the whole document.
-        error: the class of errors.
-        remedy: the end of every message: what to do.
-        optional: the keys that records may leave out; ``None`` for those of fields with defaults.
-    """
+    """A value in a JSON document, with the place where it stands."""
 
     value: Any
-    file: str
-    error: type[ValueError]
-    remedy: str
-    path: str = ""
+    file: str  # the document, for errors
+    error: type[ValueError]  # the class of errors
+    remedy: str  # the end of every message: what to do
+    path: str = ""  # the entry in the document, such as tensors[3].numel; "" for the whole document
     optional: Collection[str] | None = None
+    """The keys that records may leave out; ``None`` for those of fields with defaults."""
 
     def refuse(self, allowed: str, given: str | None = None) -> NoReturn:
         """Raise an error that says what is allowed here.

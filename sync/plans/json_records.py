@@ -30,15 +30,10 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class JsonForm:
-    """The form of a value in JSON, as a part of an annotation: ``Annotated[float, JsonForm(above_zero)]``.
+    """The form of a value in JSON, as a part of an annotation: ``Annotated[float, JsonForm(above_zero)]``."""
 
-    Attributes:
-        read: returns the value of an entry.
-        write: returns the JSON value.
-    """
-
-    read: Callable[[Entry], Any]
-    write: Callable[[Any], Any] = _same
+    read: Callable[[Entry], Any]  # returns the value of an entry
+    write: Callable[[Any], Any] = _same  # returns the JSON value
 
 
 def read_record(entry: Entry, kind: type[T], head: Collection[str] = ()) -> T:
@@ -120,21 +115,13 @@ def _written(kind: Any, record: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Field:
-    """A field of a record.
-
-    Attributes:
-        name: its name.
-        key: its key in files.
-        form: its form.
-        has_default: whether it may be left out.
-        flat: the class of its value if the entries of that stand among those around it, else ``None``.
-    """
+    """A field of a record."""
 
     name: str
-    key: str
+    key: str  # its key in files
     form: JsonForm
-    has_default: bool
-    flat: Any
+    has_default: bool  # whether it may be left out
+    flat: Any  # the class of its value if the entries of that stand among those around it, else None
 
 
 @functools.cache

@@ -26,17 +26,11 @@ is encoded."""
 
 @dataclass(frozen=True)
 class LaneKey:
-    """The identity of a lane.
-
-    Attributes:
-        resource: its resource.
-        phase: number of collectives before its stages, modulo :data:`MAX_PHASES`.
-        channel: its channel; ``None`` for lanes that do not communicate.
-    """
+    """The identity of a lane."""
 
     resource: Resource
-    phase: int
-    channel: int | None
+    phase: int  # number of collectives before its stages, modulo MAX_PHASES
+    channel: int | None  # its channel; None for lanes that do not communicate
 
     @property
     def name(self) -> str:
@@ -86,15 +80,10 @@ class Lanes(Protocol[S, T]):
 
 @dataclass(frozen=True)
 class Route(Generic[StageT, T]):
-    """The way of a message through the lanes of a rank, the same in every step.
+    """The way of a message through the lanes of a rank, the same in every step."""
 
-    Attributes:
-        stops: the stages of the message, each with its lane.
-        last_phase: phase of the last stage.
-    """
-
-    stops: tuple[tuple[StageT, AnyLane[StageT, T]], ...]
-    last_phase: int
+    stops: tuple[tuple[StageT, AnyLane[StageT, T]], ...]  # the stages of the message, each with its lane
+    last_phase: int  # phase of the last stage
 
 
 def route_of(lanes: Lanes[StageT, T], stages: Sequence[StageT], channel: int) -> Route[StageT, T]:

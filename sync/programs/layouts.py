@@ -42,15 +42,11 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Extent:
-    """A number of elements as a function of the size of a unit.
-
-    Attributes:
-        parts: number of equal grains in which the unit is laid out (the last ones may have fewer elements, or none).
-        grains: number of these grains; ``None`` for the whole unit.
-    """
+    """A number of elements as a function of the size of a unit."""
 
     parts: int = 1
-    grains: int | None = None
+    """Number of equal grains in which the unit is laid out (the last ones may have fewer elements, or none)."""
+    grains: int | None = None  # number of these grains; None for the whole unit
 
     def elements(self, numel: int) -> int:
         """The number of elements for a unit of ``numel`` elements."""
@@ -62,17 +58,11 @@ RAW, RAW_FP32 = -2, -1
 
 
 class Content(NamedTuple):
-    """The form and size of the data that a rank holds. Many programs hold the same few contents.
+    """The form and size of the data that a rank holds. Many programs hold the same few contents."""
 
-    Attributes:
-        extent: the elements of a piece.
-        form: :data:`RAW`, :data:`RAW_FP32` or the round of the method that has made the payloads.
-        pieces: the number of pieces.
-    """
-
-    extent: Extent
-    form: int
-    pieces: int
+    extent: Extent  # the elements of a piece
+    form: int  # RAW, RAW_FP32 or the round of the method that has made the payloads
+    pieces: int  # the number of pieces
 
     def nbytes(self, numel: int, itemsize: int, payload_nbytes: Callable[[int, int], int]) -> int:
         """The bytes for a unit.
@@ -90,25 +80,15 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The form of the data that a rank holds between two steps.
+    """The form of the data that a rank holds between two steps."""
 
-    Attributes:
-        flow: the flow between the steps.
-        piece: elements of the unit or, for a shard, of a full one.
-        sources: number of payloads for the same elements, side by side, to be merged; 1 for raw data.
-        chunks: number of chunks, side by side, each with separate payloads; 1 for raw data.
-        payload: elements for which each payload is laid out; ``piece`` for raw data.
-        round: index of the method's round that has made the payloads.
-        is_fp32: whether raw data is fp32, whatever the dtype of the gradient.
-    """
-
-    flow: Flow
-    piece: Extent = Extent()
-    sources: int = 1
-    chunks: int = 1
-    payload: Extent = Extent()
-    round: int = 0
-    is_fp32: bool = False
+    flow: Flow  # the flow between the steps
+    piece: Extent = Extent()  # elements of the unit or, for a shard, of a full one
+    sources: int = 1  # number of payloads for the same elements, side by side, to be merged; 1 for raw data
+    chunks: int = 1  # number of chunks, side by side, each with separate payloads; 1 for raw data
+    payload: Extent = Extent()  # elements for which each payload is laid out; piece for raw data
+    round: int = 0  # index of the method's round that has made the payloads
+    is_fp32: bool = False  # whether raw data is fp32, whatever the dtype of the gradient
 
     @property
     def content(self) -> Content:
@@ -119,24 +99,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The properties of a compressor that decide which programs its units can go through.
+    """The properties of a compressor that decide which programs its units can go through."""
 
-    Attributes:
-        name: name of the method, for errors.
-        is_one_shot: whether it encodes and decodes a vector in one step, without computing between collectives.
-        summable: whether its payloads can be added.
-        rounds: number of times it encodes and communicates in a synchronisation.
-        averages_sums: whether it can encode partial sums on their way around a ring.
-        adds_fp32: whether its payloads are added in fp32, so that they can travel with the factors of a low-rank
-            method.
-    """
-
-    name: str
-    is_one_shot: bool
-    summable: bool
-    rounds: int
-    averages_sums: bool
+    name: str  # name of the method, for errors
+    is_one_shot: bool  # whether it encodes and decodes a vector in one step, without computing between collectives
+    summable: bool  # whether its payloads can be added
+    rounds: int  # number of times it encodes and communicates in a synchronisation
+    averages_sums: bool  # whether it can encode partial sums on their way around a ring
     adds_fp32: bool
+    """Whether its payloads are added in fp32, so that they can travel with the factors of a low-rank method."""
 
     @staticmethod
     def of(method: Compressor) -> Capabilities:

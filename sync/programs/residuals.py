@@ -16,22 +16,15 @@ ENCODINGS = ("worker", "shard", "shard2", "shard3")
 
 @dataclass(frozen=True)
 class EncodedRegion:
-    """The elements of a unit that a rank encodes, and of which it keeps a residual.
+    """The elements of a unit that a rank encodes, and of which it keeps a residual."""
 
-    Attributes:
-        start: index of the first element in the unit.
-        stop: index after the last element; equal to ``start`` if another rank, a root, has the data.
-        weight: weight of this rank's residual in the mean. Ranks that encode the same data share one weight.
-        copies: number of ranks, including this one, that encode the same data and must keep equal residuals.
-        size: number of elements that are encoded together. A residual with several states holds all states of one
-            stretch of this size, then all states of the next.
-    """
-
-    start: int
-    stop: int
-    weight: float
-    copies: int
+    start: int  # index of the first element in the unit
+    stop: int  # index after the last element; equal to start if another rank, a root, has the data
+    weight: float  # weight of this rank's residual in the mean. Ranks that encode the same data share one weight.
+    copies: int  # number of ranks, including this one, that encode the same data and must keep equal residuals
     size: int
+    """Number of elements that are encoded together. A residual with several states holds all states of one stretch of
+    this size, then all states of the next."""
 
 
 def encoded_regions(program: Program, numel: int, topology: Topology, rank: int, root: int) -> list[EncodedRegion]:

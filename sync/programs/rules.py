@@ -50,36 +50,23 @@ _BEFORE = {Level.FLAT: frozenset(), Level.INTRA: frozenset(), Level.INTER: froze
 
 @dataclass(frozen=True)
 class Opened:
-    """A level that is merged but not yet gathered or broadcast.
-
-    Attributes:
-        level: the level.
-        split: whether each of its ranks has a shard; if not, the root has everything and the others nothing.
-    """
+    """A level that is merged but not yet gathered or broadcast."""
 
     level: Level
-    split: bool
+    split: bool  # whether each of its ranks has a shard; if not, the root has everything and the others nothing
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The state of a unit's data between two steps.
+    """The state of a unit's data between two steps."""
 
-    Attributes:
-        encoded: whether the data is payloads, not numbers.
-        fresh: whether it is encoded and nothing of it has been sent.
-        merged: the levels whose ranks have contributed, with contributions added or side by side.
-        opened: the levels that are still to be gathered or broadcast; the last one comes first.
-        hops: number of hops made in a ring that is not closed yet.
-        place: where the data lies.
-    """
-
-    encoded: bool = False
-    fresh: bool = False
+    encoded: bool = False  # whether the data is payloads, not numbers
+    fresh: bool = False  # whether it is encoded and nothing of it has been sent
     merged: frozenset[Level] = frozenset()
-    opened: tuple[Opened, ...] = ()
-    hops: int = 0
-    place: Place = Place.DEVICE
+    """The levels whose ranks have contributed, with contributions added or side by side."""
+    opened: tuple[Opened, ...] = ()  # the levels that are still to be gathered or broadcast; the last one comes first
+    hops: int = 0  # number of hops made in a ring that is not closed yet
+    place: Place = Place.DEVICE  # where the data lies
 
     @property
     def complete(self) -> bool:
@@ -117,19 +104,12 @@ def needed_at(flow: Flow, step: Step | None) -> Place:
 
 
 class Site(NamedTuple):
-    """The site of a collective.
+    """The site of a collective."""
 
-    Attributes:
-        phase: number of collectives before it in its program.
-        level: the ranks that take part.
-        place: the place of its data.
-        exchanges: whether every rank sends and receives different data, which needs connections for both directions.
-    """
-
-    phase: int
-    level: Level
-    place: Place
-    exchanges: bool
+    phase: int  # number of collectives before it in its program
+    level: Level  # the ranks that take part
+    place: Place  # the place of its data
+    exchanges: bool  # whether every rank sends and receives different data, which needs connections for both directions
 
 
 def sites(program: Program) -> list[Site]:

@@ -39,25 +39,15 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class Data:
-    """The data of a unit that a rank holds between two steps.
+    """The data of a unit that a rank holds between two steps."""
 
-    Attributes:
-        numel: number of elements of the unit or, for a shard, of a full one (the last shards may have fewer).
-        flow: the flow between the steps.
-        dtype: dtype of raw data.
-        sources: number of payloads for the same elements, side by side, to be merged.
-        chunks: number of chunks, side by side, each with separate payloads.
-        size: number of elements for which each payload is laid out.
-        nbytes: bytes of all of it: ``sources * chunks`` payloads, or the raw numbers.
-    """
-
-    numel: int
-    flow: Flow
-    dtype: torch.dtype
-    sources: int
-    chunks: int
-    size: int
-    nbytes: int
+    numel: int  # number of elements of the unit or, for a shard, of a full one (the last shards may have fewer)
+    flow: Flow  # the flow between the steps
+    dtype: torch.dtype  # dtype of raw data
+    sources: int  # number of payloads for the same elements, side by side, to be merged
+    chunks: int  # number of chunks, side by side, each with separate payloads
+    size: int  # number of elements for which each payload is laid out
+    nbytes: int  # bytes of all of it: sources * chunks payloads, or the raw numbers
 
 
 def sizes_of(
@@ -111,18 +101,12 @@ class WireRatio:
     """The bytes that a rank sends for a step, as a mean over all ranks, per byte that it holds.
 
     The ratio is ``share * numerator / denominator``.
-
-    Attributes:
-        of_result: whether it is relative to the bytes held after the step, instead of before it.
-        numerator: numerator of the ratio for ranks that take part.
-        denominator: its denominator.
-        share: fraction of the ranks that take part.
     """
 
-    of_result: bool
-    numerator: int
+    of_result: bool  # whether it is relative to the bytes held after the step, instead of before it
+    numerator: int  # numerator of the ratio for ranks that take part
     denominator: int
-    share: float
+    share: float  # fraction of the ranks that take part
 
     def nbytes(self, before: float, after: float) -> float:
         """The bytes that a rank sends which holds ``before`` bytes before the step and ``after`` bytes after it."""

@@ -17,18 +17,13 @@ _FLAT, _LEVELS = COMPLETE
 
 @dataclass(frozen=True)
 class Span:
-    """The states between which programs go.
+    """The states between which programs go."""
 
-    Attributes:
-        begin: the state in which they begin.
-        opened: the levels that are still to be gathered where they end. All ranks have contributed there, and the data
-            is not encoded.
-        end: the data at the end, for people.
-    """
-
-    begin: Flow
+    begin: Flow  # the state in which they begin
     opened: tuple[Opened, ...]
-    end: str
+    """The levels that are still to be gathered where they end. All ranks have contributed there, and the data is not
+    encoded."""
+    end: str  # the data at the end, for people
 
     def ends_at(self, flow: Flow) -> bool:
         """Whether programs may end with a flow."""

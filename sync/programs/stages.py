@@ -86,32 +86,21 @@ class StageKind(Enum):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One stage of a message, independent of its units.
+    """One stage of a message, independent of its units."""
 
-    Attributes:
-        kind: its work.
-        name: its name for people, such as ``"Encode"`` or ``"AllToAll(inter)"``.
-        phase: number of collectives before this stage, which is also the number of its lane.
-        resource: the kind of lane that it needs.
-        first: index of the first step that it executes, ``program[first:stop]``.
-        stop: index after the last of these steps; equal to ``first`` for a copy.
-        place: the place where it computes, or of the data that it sends; for a copy, the place of the copy.
-        level: level of a collective; otherwise ``None``.
-        encoding: kind of the residual, one of :data:`~.residuals.ENCODINGS`; ``None`` for stages that do not encode.
-        starts_immediately: whether the submitting thread starts the work, which then goes on by itself, beside all
-            others on its lane. On a device the lane does the work where messages have several stages.
-    """
-
-    kind: StageKind
-    name: str
-    phase: int
-    resource: Resource
-    first: int
-    stop: int
+    kind: StageKind  # its work
+    name: str  # its name for people, such as "Encode" or "AllToAll(inter)"
+    phase: int  # number of collectives before this stage, which is also the number of its lane
+    resource: Resource  # the kind of lane that it needs
+    first: int  # index of the first step that it executes, program[first:stop]
+    stop: int  # index after the last of these steps; equal to first for a copy
     place: Place = Place.DEVICE
-    level: Level | None = None
-    encoding: str | None = None
+    """The place where it computes, or of the data that it sends; for a copy, the place of the copy."""
+    level: Level | None = None  # level of a collective; otherwise None
+    encoding: str | None = None  # kind of the residual, one of ENCODINGS; None for stages that do not encode
     starts_immediately: bool = False
+    """Whether the submitting thread starts the work, which then goes on by itself, beside all others on its lane. On a
+    device the lane does the work where messages have several stages."""
 
 
 def spec_to_json(spec: StageSpec) -> dict[str, Any]:

@@ -28,27 +28,16 @@ from ..stats.stats import Figures
 
 @dataclass(frozen=True)
 class UnitRow:
-    """A unit of the plan.
+    """A unit of the plan."""
 
-    Attributes:
-        name: its key in the plan.
-        numel: its elements.
-        nbytes: the bytes of its gradient.
-        compressor: the spec of its compressor; empty if it is averaged without one.
-        program: the name of its program.
-        feedback: the part of its error that is added to the next gradient, from 0 to 1.
-        sent_nbytes: the bytes that a rank sends for it in a step, as a mean over all ranks.
-        plain_nbytes: the same without compression.
-    """
-
-    name: str
-    numel: int
-    nbytes: int
-    compressor: str
-    program: str
-    feedback: float
-    sent_nbytes: float
-    plain_nbytes: float
+    name: str  # its key in the plan
+    numel: int  # its elements
+    nbytes: int  # the bytes of its gradient
+    compressor: str  # the spec of its compressor; empty if it is averaged without one
+    program: str  # the name of its program
+    feedback: float  # the part of its error that is added to the next gradient, from 0 to 1
+    sent_nbytes: float  # the bytes that a rank sends for it in a step, as a mean over all ranks
+    plain_nbytes: float  # the same without compression
 
     @property
     def sent_by(self) -> str:
@@ -62,47 +51,26 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class ReportData:
-    """A training as its report shows it.
+    """A training as its report shows it."""
 
-    Attributes:
-        model: the name of the model's class.
-        averager: the class that averages its gradients, ``"DistributedDataParallel"``, or ``"a bare module"``.
-        ranks: the number of ranks.
-        rank: the rank that has written the report.
-        device: its device, such as ``"cpu"``.
-        backend: the back end of its process group.
-        step: the number of steps so far.
-        made: date and time of the report.
-        software: names and versions of the software.
-        fingerprint: the hash of the plan.
-        start_step: the first step that is compressed.
-        channels: the number of channels of the plan.
-        residual_nbytes: the memory that residuals take on this rank.
-        units: the units of the plan, in its order.
-        prediction: the prediction of the plan; ``None`` if nobody has made one.
-        decisions: the decisions so far, in their order.
-        samples: the figures of the run so far, in their order.
-        traced: a step whose stages have been recorded; ``None`` without one.
-    """
-
-    model: str
-    averager: str
-    ranks: int
-    rank: int
-    device: str
-    backend: str
-    step: int
-    made: str
-    software: str
-    fingerprint: str
-    start_step: int
-    channels: int
-    residual_nbytes: int
-    units: tuple[UnitRow, ...]
-    prediction: Prediction | None = None
-    decisions: tuple[Decision, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    traced: RecordedStep | None = None
+    model: str  # the name of the model's class
+    averager: str  # the class that averages its gradients, "DistributedDataParallel", or "a bare module"
+    ranks: int  # the number of ranks
+    rank: int  # the rank that has written the report
+    device: str  # its device, such as "cpu"
+    backend: str  # the back end of its process group
+    step: int  # the number of steps so far
+    made: str  # date and time of the report
+    software: str  # names and versions of the software
+    fingerprint: str  # the hash of the plan
+    start_step: int  # the first step that is compressed
+    channels: int  # the number of channels of the plan
+    residual_nbytes: int  # the memory that residuals take on this rank
+    units: tuple[UnitRow, ...]  # the units of the plan, in its order
+    prediction: Prediction | None = None  # the prediction of the plan; None if nobody has made one
+    decisions: tuple[Decision, ...] = ()  # the decisions so far, in their order
+    samples: tuple[Sample, ...] = ()  # the figures of the run so far, in their order
+    traced: RecordedStep | None = None  # a step whose stages have been recorded; None without one
 
     @property
     def compresses(self) -> bool:

@@ -195,39 +195,23 @@ def top_of(largest: float) -> float:
 
 @dataclass(frozen=True)
 class HorizontalLine:
-    """A horizontal line, which may change its height.
+    """A horizontal line, which may change its height."""
 
-    Attributes:
-        label: its name.
-        parts: the steps from which it has a height, and these heights.
-    """
-
-    label: str
-    parts: tuple[tuple[int, float], ...]
+    label: str  # its name
+    parts: tuple[tuple[int, float], ...]  # the steps from which it has a height, and these heights
 
 
 @dataclass(frozen=True)
 class Series:
-    """A picture of the run.
+    """A picture of the run."""
 
-    Attributes:
-        key: the attribute of a sample that it shows.
-        title: its title.
-        show: writes a value with its unit.
-        unit: the unit of its axis.
-        scale: the factor to this unit.
-        height: its pixels.
-        is_wide: whether it takes the whole width of a large screen.
-        levels: horizontal lines.
-    """
-
-    key: str
+    key: str  # the attribute of a sample that it shows
     title: str
-    show: Callable[[float], str]
-    unit: str
-    scale: float
-    height: int
-    is_wide: bool
+    show: Callable[[float], str]  # writes a value with its unit
+    unit: str  # the unit of its axis
+    scale: float  # the factor to this unit
+    height: int  # its pixels
+    is_wide: bool  # whether it takes the whole width of a large screen
     levels: tuple[HorizontalLine, ...] = ()
 
     def points(self, samples: Sequence[Sample]) -> list[tuple[int, float]]:

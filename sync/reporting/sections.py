@@ -90,15 +90,10 @@ def _kind(time: Time) -> str:
 
 @dataclass(frozen=True)
 class Time:
-    """A time of a step.
+    """A time of a step."""
 
-    Attributes:
-        seconds: the time.
-        measured: whether it was measured and not predicted.
-    """
-
-    seconds: float
-    measured: bool
+    seconds: float  # the time
+    measured: bool  # whether it was measured and not predicted
 
 
 def step_time(data: ReportData) -> Time | None:

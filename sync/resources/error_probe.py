@@ -32,16 +32,10 @@ SKETCH = 256
 
 @dataclass(frozen=True)
 class ProbedPiece:
-    """A piece of gradient whose encoding keeps exactly what it leaves out as its residual.
+    """A piece of gradient whose encoding keeps exactly what it leaves out as its residual."""
 
-    Attributes:
-        key: name of its unit.
-        source: the piece that is encoded, ``[numel]``.
-        residual: its residual.
-    """
-
-    key: str
-    source: torch.Tensor
+    key: str  # name of its unit
+    source: torch.Tensor  # the piece that is encoded, [numel]
     residual: Residual
 
     def given(self) -> tuple[torch.Tensor, torch.Tensor]:

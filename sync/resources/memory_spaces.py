@@ -27,17 +27,11 @@ _ALIGN_NBYTES = 256  # as torch aligns tensors of their own on a device
 
 @dataclass(frozen=True)
 class Places:
-    """The memories of one rank.
+    """The memories of one rank."""
 
-    Attributes:
-        device: the device of the gradients.
-        host: the CPU.
-        apart: whether the two have different memories, so that data is copied from one to the other.
-    """
-
-    device: torch.device
-    host: torch.device
-    apart: bool
+    device: torch.device  # the device of the gradients
+    host: torch.device  # the CPU
+    apart: bool  # whether the two have different memories, so that data is copied from one to the other
 
     @staticmethod
     def of(device: torch.device) -> Places:

@@ -14,15 +14,10 @@ from gckernels.toolkit.residuals import decode_residual, encode_residual, multip
 
 @dataclass(frozen=True)
 class EncodedForm:
-    """The form of a residual in 8 bits: a row for every payload of its unit.
+    """The form of a residual in 8 bits: a row for every payload of its unit."""
 
-    Attributes:
-        chunks: the number of rows.
-        size: the elements that every row is laid out for.
-    """
-
-    chunks: int
-    size: int
+    chunks: int  # the number of rows
+    size: int  # the elements that every row is laid out for
 
 
 class Residual:

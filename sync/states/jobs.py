@@ -26,27 +26,19 @@ NOTES = ("journal", "tuning", AVERAGED)
 
 @dataclass(frozen=True)
 class Job:
-    """Checked states that the ranks of a job have saved: of all ranks, of one, or only their header.
+    """Checked states that the ranks of a job have saved: of all ranks, of one, or only their header."""
 
-    Attributes:
-        plan: the plan of the job.
-        topology: the topology of its ranks.
-        step: the training step at which it was saved.
-        units: keys of the units that have been compressed.
-        feedback: residuals and factors by rank; of all ranks, of one, or of none.
-        notes: the texts among :data:`NOTES` that were saved, of the first rank that is there.
-        parked: by rank and parameter, the parts of gradient that plans before have left behind.
-        parked_sizes: the number of elements of each of these parameters.
-    """
-
-    plan: Plan
-    topology: Topology
-    step: int
-    units: frozenset[str]
-    feedback: Mapping[int, RankState]
+    plan: Plan  # the plan of the job
+    topology: Topology  # the topology of its ranks
+    step: int  # the training step at which it was saved
+    units: frozenset[str]  # keys of the units that have been compressed
+    feedback: Mapping[int, RankState]  # residuals and factors by rank; of all ranks, of one, or of none
     notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    """The texts among :data:`NOTES` that were saved, of the first rank that is there."""
     parked: Mapping[int, Mapping[str, torch.Tensor]] = field(default_factory=dict, kw_only=True)
+    """By rank and parameter, the parts of gradient that plans before have left behind."""
     parked_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    """The number of elements of each of these parameters."""
 
     @property
     def is_whole(self) -> bool:

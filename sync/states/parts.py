@@ -32,20 +32,15 @@ Rows: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The part of every parameter that a rank has.
+    """The part of every parameter that a rank has."""
 
-    Attributes:
-        index: the number of the part.
-        count: the number of parts.
-        starts: the first element of the part in each parameter, by name; ``None`` if its elements are not together.
-        rows: the number of elements of each stretch of a parameter, by name, if the part has the stretches ``index``,
-            ``index + count``, ``index + 2 * count`` and so on.
-    """
-
-    index: int
-    count: int
+    index: int  # the number of the part
+    count: int  # the number of parts
     starts: Mapping[str, int] | None = None
+    """The first element of the part in each parameter, by name; ``None`` if its elements are not together."""
     rows: Mapping[str, int] | None = None
+    """The number of elements of each stretch of a parameter, by name, if the part has the stretches ``index``, ``index
+    + count``, ``index + 2 * count`` and so on."""
 
     @property
     def entry(self) -> list[Any]:

@@ -26,17 +26,11 @@ Kept = Callable[[str, str], torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Unsent:
-    """A stretch of gradient that has not been sent.
+    """A stretch of gradient that has not been sent."""
 
-    Attributes:
-        start: the index of its first element in the unit.
-        weight: its weight in the mean over all ranks.
-        values: the stretch, ``[numel]``, where it lies in the residual.
-    """
-
-    start: int
-    weight: float
-    values: torch.Tensor
+    start: int  # the index of its first element in the unit
+    weight: float  # its weight in the mean over all ranks
+    values: torch.Tensor  # the stretch, [numel], where it lies in the residual
 
 
 def unsent(unit: UnitPlan, topology: Topology, rank: int, kept: Kept) -> Iterator[Unsent]:

@@ -74,16 +74,10 @@ class TracedTensor:
 
 @dataclass(frozen=True)
 class TracedGather:
-    """A gather of the parameters of a group of FSDP2, before they are used.
-
-    Attributes:
-        names: the names of the parameters, which are those of a bucket of the trace.
-        asked_s: seconds from the start of the step, without communication, until FSDP asks for it.
-        needed_s: likewise until the computation waits for it.
-        frozen_numel: the elements of frozen parameters that are gathered beside them.
-    """
+    """A gather of the parameters of a group of FSDP2, before they are used."""
 
     names: tuple[Annotated[str, JsonForm(Entry.name)], ...]
-    asked_s: Float
-    needed_s: Float
-    frozen_numel: int = 0
+    """The names of the parameters, which are those of a bucket of the trace."""
+    asked_s: Float  # seconds from the start of the step, without communication, until FSDP asks for it
+    needed_s: Float  # likewise until the computation waits for it
+    frozen_numel: int = 0  # the elements of frozen parameters that are gathered beside them

@@ -28,17 +28,11 @@ _NOTABLE = 0.05  # a smaller part of a step is not worth a word
 
 @dataclass(frozen=True)
 class RecordingRanks:
-    """The ranks that record together.
+    """The ranks that record together."""
 
-    Attributes:
-        group: their process group; ``None`` for a process alone.
-        count: their number.
-        device: a device whose tensors the group can send.
-    """
-
-    group: dist.ProcessGroup | None
-    count: int
-    device: torch.device
+    group: dist.ProcessGroup | None  # their process group; None for a process alone
+    count: int  # their number
+    device: torch.device  # a device whose tensors the group can send
 
     def reduced(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
         """The sum, the maximum or the minimum of each value over the ranks. Collective."""
@@ -51,17 +45,11 @@ class RecordingRanks:
 
 @dataclass(frozen=True)
 class Averaged:
-    """The gradients of a step on this rank when they had been averaged.
+    """The gradients of a step on this rank when they had been averaged."""
 
-    Attributes:
-        number: the number of the step, from 1 since the recording began.
-        digests: a number for every gradient, ``[n]`` int64.
-        used: which of the parameters this rank has used.
-    """
-
-    number: int
-    digests: torch.Tensor
-    used: Sequence[bool]
+    number: int  # the number of the step, from 1 since the recording began
+    digests: torch.Tensor  # a number for every gradient, [n] int64
+    used: Sequence[bool]  # which of the parameters this rank has used
 
 
 def refuse_different(names: Sequence[str], steps: Sequence[Averaged], ranks: RecordingRanks) -> None:

@@ -56,17 +56,11 @@ class ComputingClock(HostClock):
 
 @dataclass
 class MarkedGather:
-    """A gather of the parameters of a group.
+    """A gather of the parameters of a group."""
 
-    Attributes:
-        group: the number of the group.
-        asked: when FSDP asked for it.
-        needed: when the computation needed it; ``None`` if it has not.
-    """
-
-    group: int
-    asked: Mark
-    needed: Mark | None = None
+    group: int  # the number of the group
+    asked: Mark  # when FSDP asked for it
+    needed: Mark | None = None  # when the computation needed it; None if it has not
 
     def times(self, clock: Clock, start: Mark) -> list[list[float]]:
         """The seconds from ``start`` until it was asked for and needed, and the parts of them in which the thread

@@ -68,47 +68,31 @@ NOT_READY = -1.0
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The times of a step on this rank, in seconds.
-
-    Attributes:
-        forward_s: from the end of the step before, or from the start of the first forward, to the start of backward.
-        ready_s: for every parameter, from the start of backward until its gradient is ready.
-        before_s: from the averaged gradients of the step before to the end of its optimizer; ``None`` if unknown.
-    """
+    """The times of a step on this rank, in seconds."""
 
     forward_s: float
-    ready_s: Sequence[float]
+    """From the end of the step before, or from the start of the first forward, to the start of backward."""
+    ready_s: Sequence[float]  # for every parameter, from the start of backward until its gradient is ready
     before_s: float | None
+    """From the averaged gradients of the step before to the end of its optimizer; ``None`` if unknown."""
 
 
 @dataclass(frozen=True)
 class WatchedStep:
-    """A step on this rank.
-
-    Attributes:
-        elapsed: its times.
-        waiting: the parts of them in which the thread waited for a core that other threads had.
-    """
+    """A step on this rank."""
 
     elapsed: StepTimes
-    waiting: StepTimes
+    waiting: StepTimes  # the parts of them in which the thread waited for a core that other threads had
 
 
 @dataclass(frozen=True)
 class StepMarks:
-    """The moments of a step on this rank.
+    """The moments of a step on this rank."""
 
-    Attributes:
-        averaged: when gradients were averaged in the step before; ``None`` if that was not seen.
-        start: the end of the step before, or the start of the first forward.
-        begun: the start of backward.
-        ready: for every parameter, when its gradient was ready; ``None`` if it got none.
-    """
-
-    averaged: Mark | None
-    start: Mark
-    begun: Mark
-    ready: Sequence[Mark | None]
+    averaged: Mark | None  # when gradients were averaged in the step before; None if that was not seen
+    start: Mark  # the end of the step before, or the start of the first forward
+    begun: Mark  # the start of backward
+    ready: Sequence[Mark | None]  # for every parameter, when its gradient was ready; None if it got none
 
     def step(self, clock: Clock) -> WatchedStep:
         """The times between them. On a GPU the host waits until all are reached."""

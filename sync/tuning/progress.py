@@ -19,27 +19,18 @@ _OTHER_RULE = "it was chosen with another rule of accuracy"
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a tuning.
-
-    Attributes:
-        stage: the number of the last stage that has a plan; ``None`` before the first, and while plans are tried.
-        policy: the policy that has found its plan.
-        tuned: the outcome of its trials; ``None`` without a stage.
-        found: errors that made the guard replace a compressor, by parameter and compressor.
-        pace: the pace of its running phase.
-        why_anew: why tuning begins anew though a job is continued; empty if it does not.
-        trace: the trace of saved trials that no longer count; ``None`` if there are none.
-        is_given: whether the training had given the plan itself.
-    """
+    """The progress of a tuning."""
 
     stage: int | None = None
-    policy: str = "none"
-    tuned: Tuned | None = None
+    """The number of the last stage that has a plan; ``None`` before the first, and while plans are tried."""
+    policy: str = "none"  # the policy that has found its plan
+    tuned: Tuned | None = None  # the outcome of its trials; None without a stage
     found: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    why_anew: str = ""
-    pace: Pace | None = None
-    trace: ModelTrace | None = None
-    is_given: bool = False
+    """Errors that made the guard replace a compressor, by parameter and compressor."""
+    why_anew: str = ""  # why tuning begins anew though a job is continued; empty if it does not
+    pace: Pace | None = None  # the pace of its running phase
+    trace: ModelTrace | None = None  # the trace of saved trials that no longer count; None if there are none
+    is_given: bool = False  # whether the training had given the plan itself
 
     def remembered(self, model: ModelTrace) -> ModelTrace:
         """A trace with the errors of compressors that are known from the training.

@@ -13,17 +13,11 @@ FORGET = 4
 
 @dataclass(frozen=True)
 class Allowance:
-    """The steps from one attempt to the next. They double with every one, until one is forgotten.
+    """The steps from one attempt to the next. They double with every one, until one is forgotten."""
 
-    Attributes:
-        least: the steps after the first attempt.
-        wait: the steps after the last attempt.
-        since: the steps since the last attempt; ``None`` before the first, which need not wait.
-    """
-
-    least: int
-    wait: int = 0
-    since: int | None = None
+    least: int  # the steps after the first attempt
+    wait: int = 0  # the steps after the last attempt
+    since: int | None = None  # the steps since the last attempt; None before the first, which need not wait
 
     def later(self, steps: int) -> Allowance:
         """The allowance some steps later."""
@@ -40,19 +34,13 @@ _NUMBER = re.compile(r"\d[\d.,]*")
 
 @dataclass(frozen=True)
 class Retries:
-    """The failures so far. All ranks have the same.
-
-    Attributes:
-        allowance: the steps from one failure to the next attempt. They double, as those between two plans do.
-        at_step: the step of the last failure.
-        due: the step of the next attempt; ``None`` if nothing has failed since the last plan was found.
-        causes: the texts of all failures without their numbers.
-    """
+    """The failures so far. All ranks have the same."""
 
     allowance: Allowance = field(default_factory=lambda: Allowance(AGAIN_STEPS))
-    at_step: int = 0
-    due: int | None = None
-    causes: frozenset[str] = frozenset()
+    """The steps from one failure to the next attempt. They double, as those between two plans do."""
+    at_step: int = 0  # the step of the last failure
+    due: int | None = None  # the step of the next attempt; None if nothing has failed since the last plan was found
+    causes: frozenset[str] = frozenset()  # the texts of all failures without their numbers
 
     def after(self, step: int, text: str) -> Retries:
         """The failures with one more, the error ``text`` at a step."""

@@ -42,21 +42,13 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the training that is tuned by one rule of accuracy.
+    """A part of the training that is tuned by one rule of accuracy."""
 
-    Attributes:
-        name: the name of the rule, for people.
-        accuracy: the rule.
-        first_step: the step at which tuning begins.
-        slows: whether errors make a training longer, because of its optimizer.
-        notes: what decisions say of the rule, as clauses.
-    """
-
-    name: str
-    accuracy: Accuracy
-    first_step: int
-    slows: bool = False
-    notes: tuple[str, ...] = ()
+    name: str  # the name of the rule, for people
+    accuracy: Accuracy  # the rule
+    first_step: int  # the step at which tuning begins
+    slows: bool = False  # whether errors make a training longer, because of its optimizer
+    notes: tuple[str, ...] = ()  # clauses about the rule, for decisions
 
     @property
     def methods(self) -> tuple[Compressor, ...]:
@@ -150,17 +142,11 @@ def stages_of(accuracy: AccuracyLike, steps: int | None = None, first_step: int 
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of a tuned training, and what is known of its model before any step is recorded.
+    """The rules of a tuned training, and what is known of its model before any step is recorded."""
 
-    Attributes:
-        stages: the rules, in order; at least one.
-        model: a trace of the model without times and errors.
-        weights: the compressor that may encode parameters; ``None`` if none may.
-    """
-
-    stages: tuple[Phase, ...]
-    model: ModelTrace
-    weights: Compressor | None = None
+    stages: tuple[Phase, ...]  # the rules, in order; at least one
+    model: ModelTrace  # a trace of the model without times and errors
+    weights: Compressor | None = None  # the compressor that may encode parameters; None if none may
 
     def refusal(self, plan: Plan, step: int, trace: ModelTrace | None = None) -> str:
         """The reason why a plan may not run at a step; empty if it may.

@@ -14,15 +14,10 @@ PLAIN = "plain averaging"
 
 
 class Sentences(NamedTuple):
-    """A decision in words.
+    """A decision in words."""
 
-    Attributes:
-        log: one line with all figures.
-        page: a sentence or two without figures that stand beside them.
-    """
-
-    log: str
-    page: str
+    log: str  # one line with all figures
+    page: str  # a sentence or two without figures that stand beside them
 
 
 def resumed(step: int, plan: str) -> Sentences:

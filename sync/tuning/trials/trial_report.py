@@ -26,19 +26,12 @@ _BARE = 0.05
 
 @dataclass(frozen=True)
 class PlainSteps:
-    """Plain steps that were measured.
+    """Plain steps that were measured."""
 
-    Attributes:
-        buckets: number of buckets, or of launches.
-        nbytes: bytes of all gradients of a rank.
-        plain_s: the time of a plain step on the slowest rank.
-        bare_s: the time of a step that does not wait for communication; ``None`` if it is not known.
-    """
-
-    buckets: int
-    nbytes: float
-    plain_s: float
-    bare_s: float | None = None
+    buckets: int  # number of buckets, or of launches
+    nbytes: float  # bytes of all gradients of a rank
+    plain_s: float  # the time of a plain step on the slowest rank
+    bare_s: float | None = None  # the time of a step that does not wait for communication; None if it is not known
 
     def __str__(self) -> str:
         return f"{plural(self.buckets, 'bucket')}, {volume(self.nbytes)}; plain {duration(self.plain_s)}"
@@ -46,23 +39,14 @@ class PlainSteps:
 
 @dataclass(frozen=True)
 class Tried:
-    """A plan that was tried.
+    """A plan that was tried."""
 
-    Attributes:
-        plan: the plan in words.
-        policy: the name of the policy that has found it.
-        predicted_s: the predicted time of a step; ``None`` without a prediction.
-        measured_s: the measured time of a step on the slowest rank.
-        error: the relative error of the gradients that it causes; ``None`` if it is not known.
-        sent_nbytes: the bytes that a rank sends in a step; ``None`` if they are not known.
-    """
-
-    plan: str
-    policy: str
-    predicted_s: float | None
-    measured_s: float
-    error: float | None
-    sent_nbytes: float | None = None
+    plan: str  # the plan in words
+    policy: str  # the name of the policy that has found it
+    predicted_s: float | None  # the predicted time of a step; None without a prediction
+    measured_s: float  # the measured time of a step on the slowest rank
+    error: float | None  # the relative error of the gradients that it causes; None if it is not known
+    sent_nbytes: float | None = None  # the bytes that a rank sends in a step; None if they are not known
 
     @property
     def named(self) -> str:

@@ -47,17 +47,11 @@ _LEAST_S = 1e-9  # the shortest step, so that ratios are finite
 
 @dataclass(frozen=True)
 class Turn:
-    """The next turn.
+    """The next turn."""
 
-    Attributes:
-        arm: the arm that runs.
-        steps: for how many steps.
-        uncounted: how many of them are not counted, at the beginning.
-    """
-
-    arm: int
-    steps: int
-    uncounted: int = 0
+    arm: int  # the arm that runs
+    steps: int  # for how many steps
+    uncounted: int = 0  # how many of them are not counted, at the beginning
 
 
 Rules: TypeAlias = Generator[Turn, Times | None, T]

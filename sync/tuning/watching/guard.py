@@ -32,51 +32,31 @@ BEYOND = 2.0
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers of a unit in one step, on the rank where they are worst.
+    """The numbers of a unit in one step, on the rank where they are worst."""
 
-    Attributes:
-        error: the relative encoding error; infinity if only the residual is not finite.
-        residual: the same norm relative to that of the gradient, or of what a compressor with a velocity adds.
-    """
-
-    error: float
-    residual: float
+    error: float  # the relative encoding error; infinity if only the residual is not finite
+    residual: float  # the same norm relative to that of the gradient, or of what a compressor with a velocity adds
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A unit whose compressor is too coarse.
+    """A unit whose compressor is too coarse."""
 
-    Attributes:
-        key: the unit.
-        error: its last error.
-        limit: the largest error of its class.
-        residual: norm of its residual relative to that of its gradient.
-        grows: whether the residual grows without bound; otherwise the error has left its class.
-    """
-
-    key: str
-    error: float
-    limit: float
-    residual: float
-    grows: bool
+    key: str  # the unit
+    error: float  # its last error
+    limit: float  # the largest error of its class
+    residual: float  # norm of its residual relative to that of its gradient
+    grows: bool  # whether the residual grows without bound; otherwise the error has left its class
 
 
 @dataclass(frozen=True)
 class Course:
-    """The readings of a unit so far.
+    """The readings of a unit so far."""
 
-    Attributes:
-        limit: the largest error of its class.
-        over: readings in a row with a larger error.
-        growing: readings in a row with a residual beyond its bound that is larger than the one before.
-        residual: the last relative residual.
-    """
-
-    limit: float
-    over: int = 0
-    growing: int = 0
-    residual: float = 0.0
+    limit: float  # the largest error of its class
+    over: int = 0  # readings in a row with a larger error
+    growing: int = 0  # readings in a row with a residual beyond its bound that is larger than the one before
+    residual: float = 0.0  # the last relative residual
 
     def after(self, reading: Reading) -> Course:
         """The course with one more reading."""
@@ -98,15 +78,11 @@ class Course:
 
 @dataclass(frozen=True)
 class Guard:
-    """The guard of a plan.
-
-    Attributes:
-        courses: the courses of all units that have readings, by their keys.
-        low_rank: the units of low-rank methods among them.
-    """
+    """The guard of a plan."""
 
     courses: Mapping[str, Course] = field(default_factory=dict)
-    low_rank: tuple[str, ...] = ()
+    """The courses of all units that have readings, by their keys."""
+    low_rank: tuple[str, ...] = ()  # the units of low-rank methods among them
 
     @staticmethod
     def of(plan: Plan, accuracy: AccuracyLike, trace: ModelTrace | None = None) -> Guard:

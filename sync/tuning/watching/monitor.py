@@ -31,20 +31,14 @@ READ_EVERY = 4
 
 @dataclass(frozen=True)
 class Window:
-    """Some consecutive steps, as all ranks see them.
+    """Some consecutive steps, as all ranks see them."""
 
-    Attributes:
-        steps: their number.
-        steps_s: the spans of the steps that were measured, in seconds.
-        error: the relative error of all units together, on the rank where it is largest; 0 without readings.
-        readings: what was read of each unit in one of the steps, by its key, each number from the rank where it is
-            largest. Units without a gradient are missing.
-    """
-
-    steps: int
-    steps_s: tuple[float, ...]
-    error: float = 0.0
+    steps: int  # their number
+    steps_s: tuple[float, ...]  # the spans of the steps that were measured, in seconds
+    error: float = 0.0  # the relative error of all units together, on the rank where it is largest; 0 without readings
     readings: Mapping[str, Reading] = field(default_factory=dict)
+    """The readings of each unit in one of the steps, by its key, each number from the rank where it is largest. Units
+    without a gradient are missing."""
 
     @property
     def step_s(self) -> float:
@@ -54,23 +48,14 @@ class Window:
 
 @dataclass
 class _Question:
-    """A collective whose answer is still to be read.
+    """A collective whose answer is still to be read."""
 
-    Attributes:
-        due: number of the step after which it is read.
-        keys: the units in it.
-        answer: the answer, in the memory of the host.
-        is_there: the event after which it is there; ``None`` if it is.
-        work: the collective; ``None`` if it has ended.
-        readings: not to be freed before, because other streams have made them.
-    """
-
-    due: int
-    keys: tuple[str, ...]
-    answer: torch.Tensor
-    is_there: torch.Event | None = None
-    readings: Readings | None = None
-    work: dist.Work | None = None
+    due: int  # number of the step after which it is read
+    keys: tuple[str, ...]  # the units in it
+    answer: torch.Tensor  # the answer, in the memory of the host
+    is_there: torch.Event | None = None  # the event after which it is there; None if it is
+    readings: Readings | None = None  # not to be freed before, because other streams have made them
+    work: dist.Work | None = None  # the collective; None if it has ended
 
 
 class Monitor:

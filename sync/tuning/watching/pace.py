@@ -39,17 +39,11 @@ class Occasion(Enum):
 
 @dataclass(frozen=True)
 class Pace:
-    """The windows so far.
+    """The windows so far."""
 
-    Attributes:
-        gap: the steps from the last comparison to the next one without news.
-        since: the steps since the last comparison.
-        seen_s: the last windows, in seconds.
-    """
-
-    gap: int = FIRST_GAP
-    since: int = 0
-    seen_s: tuple[float, ...] = ()
+    gap: int = FIRST_GAP  # the steps from the last comparison to the next one without news
+    since: int = 0  # the steps since the last comparison
+    seen_s: tuple[float, ...] = ()  # the last windows, in seconds
 
     def after(self, step_s: float, steps: int, error: float) -> tuple[Pace, Occasion | None]:
         """The pace after a window, and the occasion that it is; ``None`` if it is none.
