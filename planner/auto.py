@@ -50,7 +50,6 @@ def auto(problem: Problem, plans: Mapping[str, Plan], starts: Sequence[Plan]) ->
     So one of the other policies has a faster plan only where that saves less.
 
     Args:
-        problem: the problem.
         plans: the plans of other policies by name, that of ``none`` among them.
         starts: the plans from which the search starts.
     """
@@ -167,9 +166,6 @@ def _polished(
     """A draft after changes of single messages, and of launches, that the timeline judges to be better.
 
     Args:
-        problem: the problem.
-        search: its search.
-        draft: the draft.
         options: the options to try.
         trials: how many drafts the timeline judges, besides those that it has judged before.
         reorders: whether the order of the last launches is changed, too. Estimates know no difference between most
@@ -194,7 +190,6 @@ class _Judge:
     """The best of the drafts that the timeline has judged.
 
     Args:
-        problem: the problem.
         draft: the first draft.
         trials: how many drafts the timeline judges, besides those that it has judged before.
 

@@ -93,7 +93,6 @@ def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = COM
     """The plan of a policy, and a row for each policy that it is compared with.
 
     Args:
-        problem: the problem.
         policy: the name of the policy, as for :func:`policy_of`.
         compared: the names of other policies. A policy that has no plan for the problem is left out.
 

@@ -8,7 +8,8 @@ The policies are those of the planner, and their rivals of ``bench.rivals``.
 A cell is a machine, a trace and a compressor that every tensor may use, with stages on device and host. Every policy
 gets a problem of its own, so no policy finds what another one has priced. ``select_ms`` is the processor's time of a
 policy, ``step_ms`` the predicted step on the timeline. The step of ``bound`` is that on a machine whose codecs take no
-time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps. All plans are too many to try for whole
+time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps, ``over_least`` is that to a limit which
+was computed once. All plans are too many to try for whole
 models. So each cell is there a second time with the first two launches of the model alone, with stages on the device.
 
 Machines are described, not measured: compare policies, not milliseconds.
@@ -116,15 +117,29 @@ def cell(machine: str, name: str, compressor: str, policies: Sequence[str]) -> l
 
 
 def with_distances(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
-    """The rows with their distances to other policies in the same cell, which may have been measured earlier."""
-    known = {tuple(row[column] for column in KEY): float(row["step_ms"]) for row in (*earlier, *rows)}
+    """The rows with their distances to other policies in the same cell, which may have been measured earlier.
 
-    def ratio(row: Row, policy: str) -> str:
-        base = known.get((*(row[column] for column in KEY[:-1]), policy))
-        return "" if base is None else f"{float(row['step_ms']) / base:.4f}"
+    The least step of a cell was computed once. Where an earlier row has its distance to it, all rows get theirs.
+    """
+    known = {tuple(row[column] for column in KEY): float(row["step_ms"]) for row in (*earlier, *rows)}
+    least_ms = {
+        _cell_of(row): float(row["step_ms"]) / float(row["over_least"]) for row in earlier if row.get("over_least")
+    }
+
+    def ratio(row: Row, base_ms: float | None) -> str:
+        return "" if base_ms is None else f"{float(row['step_ms']) / base_ms:.4f}"
 
     columns = {"over_none": "none", "over_bound": "bound", "over_exhaustive": "exhaustive"}
-    return [row | {column: ratio(row, policy) for column, policy in columns.items()} for row in rows]
+    return [
+        row
+        | {"over_least": ratio(row, least_ms.get(_cell_of(row)))}
+        | {column: ratio(row, known.get((*_cell_of(row), policy))) for column, policy in columns.items()}
+        for row in rows
+    ]
+
+
+def _cell_of(row: Row) -> tuple[str, ...]:
+    return tuple(row[column] for column in KEY[:-1])
 
 
 def main() -> None:

@@ -44,11 +44,7 @@ def proposer(training: TunedTraining) -> PredictedPlans:
 
 
 class PredictedPlans:
-    """Proposes the plans of a cost model, which is fitted to the steps of plans that were tried.
-
-    Args:
-        training: the training.
-    """
+    """Proposes the plans of a cost model, which is fitted to the steps of plans that were tried."""
 
     def __init__(self, training: TunedTraining) -> None:
         self._training, self._frontend = training, training.frontend

@@ -50,7 +50,6 @@ def stage_times(plan: Plan, step: RecordedStep) -> list[StageTime]:
 
     Args:
         plan: the plan that has run.
-        step: the step.
     """
     found = []
     for stage in sorted(step.stages, key=lambda stage: (stage.message, stage.start_s)):

@@ -55,7 +55,6 @@ class RowMaker:
     """Makes rows for items of a problem.
 
     Args:
-        problem: the problem.
         sharing: whether stages that compute before anything is sent delay backward, as they do where backward takes
             all of the resource. The times are then no lower bounds, but closer to the truth.
 

@@ -108,8 +108,6 @@ def after(draft: Draft, move: Move, origin: Draft) -> Draft | None:
     """A draft after a move of another one; ``None`` if it no longer has the launches that the move replaces.
 
     Args:
-        draft: the draft.
-        move: the move.
         origin: the draft that the move is for.
     """
     old = origin[move.first : move.stop]

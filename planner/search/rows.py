@@ -128,7 +128,6 @@ class NumberedLanes:
     """The lanes of a machine by number, and chains of stages on them.
 
     Args:
-        machine: the machine.
         sharing: as for :class:`~.item_rows.RowMaker`.
 
     Attributes:

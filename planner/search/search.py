@@ -62,7 +62,6 @@ class Search:
     """Improves drafts of a problem.
 
     Args:
-        problem: the problem.
         sharing: as for :class:`~.item_rows.RowMaker`.
     """
 

@@ -39,7 +39,6 @@ def launches_of(plan: Plan, trace: ModelTrace, frontend: Frontend) -> tuple[Buck
 
     Args:
         plan: the plan, which names each tensor of the trace.
-        trace: the trace.
         frontend: what executes the plan.
 
     Raises:

@@ -70,7 +70,6 @@ def need_of(price: Price, uneven: Mapping[Shared, float] | None = None) -> Need:
     if it needs nothing else.
 
     Args:
-        price: the price.
         uneven: for links that do not have the same work, the part of the difference between the mean and the busiest
             one that a link has to bear.
     """
@@ -119,7 +118,6 @@ def imbalance(
     Args:
         messages: the stages of each message, with the prices of one message, and the rank that is its root.
         trace: the step.
-        machine: the machine.
     """
     loads: dict[Load, float] = defaultdict(float)
     capacity = min(1.0, machine.capacities.get(machine.computes_on, 1.0))
@@ -136,7 +134,6 @@ def loads_of(stages: Iterable[PricedStage], root: int, machine: Machine) -> Load
     Args:
         stages: the stages of the message, with the prices of one message.
         root: the rank that is its root.
-        machine: the machine.
     """
     topology = machine.topology
     loads: dict[Load, float] = defaultdict(float)

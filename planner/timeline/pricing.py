@@ -94,7 +94,6 @@ class Pricer:
     """Prices messages on a machine.
 
     Args:
-        machine: the machine.
         sharding: the shards of a model of FSDP2; ``None`` for other models.
         rest: called before each price, and for each timeline. A search does one or the other every few milliseconds.
     """
@@ -182,7 +181,6 @@ class Pricer:
         """The priced stages of ``n`` messages in every program, of which all messages have the same kind.
 
         Args:
-            kind: the kind of the messages.
             programs: programs that are valid for all compressors.
             groups: the units of the messages, by compressor. The first one's capabilities decide the stages.
             dtype: the dtype of the gradients.
@@ -226,7 +224,6 @@ class Pricer:
         """The price of an operation, without overheads.
 
         Args:
-            operation: the operation.
             groups: the units, each with the number of their kind, for which the operation names contents.
             itemsize: the bytes of an element of the gradients.
         """

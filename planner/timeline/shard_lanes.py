@@ -43,9 +43,7 @@ class ShardLanes:
     Args:
         sharding: the shards.
         lanes: the lanes of the step.
-        trace: the trace.
         pricer: the prices.
-        plan: the plan.
 
     Attributes:
         blocks: whether FSDP waits for its own collectives at once.

@@ -81,8 +81,6 @@ def templates_of(
     """The stages of a program for messages of one kind. Results are kept.
 
     Args:
-        kind: the kind of the messages.
-        program: the program.
         capabilities: the capabilities of the units of each kind; the first ones decide the stages.
         topology: the topology of the ranks.
         apart, span: as for :func:`~gckernels.sync.programs.stages.stages_of`.
@@ -112,8 +110,6 @@ def _operation(
     """The operation of a stage.
 
     Args:
-        spec: the stage.
-        program: its program.
         layouts: for units of each kind, the layouts of the program.
         roots: the dependence of the stage on the root.
         topology: the topology of the ranks.

@@ -123,7 +123,6 @@ def timeline(plan: Plan, trace: ModelTrace, pricer: Pricer, frontend: Frontend) 
     as those of another root, their work delays the message, and loads only the links that they share with this rank.
 
     Args:
-        plan: the plan.
         trace: a step of the model without compression.
         pricer: the prices of messages on a machine.
         frontend: what executes the plan.

@@ -165,7 +165,6 @@ class VirtualLane(Generic[S]):
 
     Args:
         lanes: all lanes.
-        key: its key.
         number: its number; the one after it is for stages that the submitting thread starts.
     """
 
@@ -215,7 +214,6 @@ def utilisation_of(run: Run, capacities: Shares) -> dict[Any, Utilisation]:
     Between two events the tasks that load something are known, and with them all speeds.
 
     Args:
-        run: the run.
         capacities: the capacities with which it was run.
     """
     loading = [number for number, task in enumerate(run.tasks) if task.need.loaded_s > 0 and task.need.shares]

@@ -174,7 +174,6 @@ def reported(
         communicators: the process groups of the message.
         place: name, units and level of the collective that has failed; ``None`` if the failure is in none.
         step: the training step.
-        error: the error.
     """
     ranks, own = communicators.ranks, communicators.rank
     what, keys, level = ("", (), Level.FLAT) if place is None else place

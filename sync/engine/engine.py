@@ -63,7 +63,6 @@ class Engine:
         Behind the last message of a training step, call :meth:`DeviceLanes.end_step`, or collectives are held back.
 
         Args:
-            message: the message.
             step: number of the training step.
             after: tokens of the work that must be done before.
         """
@@ -82,7 +81,6 @@ class Engine:
         device, one thread issues all collectives. The times of work on a device are recorded on its lane.
 
         Args:
-            message: the message.
             step: number of the training step.
             ended: as for :meth:`~gckernels.sync.resources.lane_kinds.Lane.start`.
         """

@@ -124,7 +124,6 @@ class StepTracer:
 
         Args:
             step: its number.
-            plan: its plan.
         """
         if self.recorder is not None:
             self._finished, self.recorder, self._is_asked = (self.recorder, step, plan), None, False

@@ -236,7 +236,6 @@ class Runtime(RuntimeState):
         """In a step that sends what residuals hold, add that to the rows of shards of this rank, ``[ranks, numel]``.
 
         Args:
-            rows: the rows.
             units: all units in them.
             copies: the number of such means of all ranks over which another mean is taken.
         """

@@ -29,7 +29,6 @@ def build_message(
     """The message that a spec describes.
 
     Args:
-        spec: the spec.
         buffer: ``[numel]``, the bucket with the units of the message; ``[ranks, numel]`` if their means end in shards.
         communicators: the process groups of this rank.
         feedback: the residuals and factors.

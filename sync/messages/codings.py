@@ -117,7 +117,6 @@ class Codings:
         """The work that encodes all units, times ``scale``.
 
         Args:
-            spec: the stage.
             encodings: an encoding for every unit.
             residuals: the residual of each encoding.
             scale: factor of the payloads.
@@ -136,9 +135,7 @@ class Codings:
         them may have used the unit.
 
         Args:
-            spec: the stage.
             residuals: the residual of every unit, or a part of it.
-            encode: the work.
         """
         unused, units = self._feedback.unused, self._buffers.units
         pairs = zip(units, residuals, strict=True)
@@ -191,7 +188,6 @@ def watched(
     Args:
         watch: takes the norms.
         keys: the name of the unit of each encoding.
-        encodings: the encodings.
         residuals: the residual of each encoding.
         encode: encodes them, times ``scale``.
         scale: the factor of the payloads.

@@ -32,7 +32,6 @@ def bind_collective(
     """A collective. It adds raw data; for a mean, every rank must have divided its data by the number of ranks.
 
     Args:
-        step: the collective.
         sent: ``[sources, chunks, n]``, contiguous: the data to send, or that to receive in a broadcast. Raw data is one
             source and, unless a reduce-scatter splits it, one chunk.
         link: the connections to the other ranks of its level.

@@ -90,7 +90,6 @@ def send_at_once(link: RankConnections, outgoing: Sequence[torch.Tensor], incomi
     """Send to all ranks at the same time.
 
     Args:
-        link: the connections.
         outgoing: the row for each rank.
         incoming: room for a row from each rank. The rows of this rank itself are left alone.
     """
@@ -104,7 +103,6 @@ def send_around(link: RankConnections, rows: Sequence[torch.Tensor]) -> Wait:
     """Gather all rows around a ring.
 
     Args:
-        link: the connections.
         rows: the row of this rank, and room for those of the others.
     """
     ranks, index, turn = link.ranks, link.index, link.turn()

@@ -112,7 +112,6 @@ def _companions(unit: UnitPlan, program: int, is_reduced: bool) -> Hashable:
     """A key that is equal for units of the same message.
 
     Args:
-        unit: a unit.
         program: a number of its program, which equal programs have alone.
         is_reduced: whether the payloads of that program are summed.
     """

@@ -40,7 +40,6 @@ def read_record(entry: Entry, kind: type[T], head: Collection[str] = ()) -> T:
     """The object that an entry describes. A ValueError of its class gets the place of the entry.
 
     Args:
-        entry: the entry.
         kind: the class of the object.
         head: other keys that the entry must have.
     """
@@ -51,7 +50,6 @@ def read_fields(entry: Entry, kind: Any, head: Collection[str] = (), more: Colle
     """The values of a record's fields by name, without those that are left out.
 
     Args:
-        entry: the entry.
         kind: the class of the record.
         head: other keys that the entry must have.
         more: other keys that it may have.
@@ -70,7 +68,6 @@ def checked_fields(record: Any, file: str, error: type[ValueError], remedy: str)
     """The object of JSON for a record whose fields have values that can be read again.
 
     Args:
-        record: the record.
         file: the name of the record, for errors.
         error: the class of errors.
         remedy: the end of every message: what to do.

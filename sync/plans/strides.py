@@ -40,7 +40,6 @@ def in_memory(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
     Args:
         piece: ``[numel]``, real numbers in the order in which they lie in the gradient.
-        parameter: the parameter.
     """
     reals = in_reals(parameter)
     view = piece.as_strided(reals.shape, grad_strides(reals), piece.storage_offset())

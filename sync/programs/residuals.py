@@ -36,7 +36,6 @@ def encoded_regions(program: Program, numel: int, topology: Topology, rank: int,
         program: a valid program.
         numel: number of elements of the unit.
         topology: topology of the ranks.
-        rank: the rank.
         root: the root of the unit.
     """
     flow, found = START, []
@@ -64,7 +63,6 @@ def piece_bounds(program: Program, numel: int, flow: Flow, topology: Topology, r
         numel: number of elements of the unit.
         flow: the flow between two steps of the program.
         topology: topology of the ranks.
-        rank: the rank.
     """
     shares = Shares(program, topology)
     start, size = 0, shares.chunk(START, 1).elements(numel)

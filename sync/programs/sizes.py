@@ -121,8 +121,6 @@ def wire_ratio(step: Step, before: Flow, topology: Topology) -> WireRatio:
     with a root all but the root's own. Ranks whose data is at a root send nothing.
 
     Args:
-        step: the step.
-        before: the flow before it.
         topology: topology of the ranks.
     """
     if isinstance(step, Encode | Decode):
@@ -177,9 +175,6 @@ def sent_content(step: Step, before: Layout, after: Layout, topology: Topology) 
     """The content that a rank sends for ``step``, and how many times, as a mean over all ranks.
 
     Args:
-        step: the step.
-        before: the layout before it.
-        after: the layout after it.
         topology: topology of the ranks.
     """
     ratio = wire_ratio(step, before.flow, topology)

@@ -135,7 +135,6 @@ def stages_of(
     """The stages of a message in order, for a rank that takes part in all of them, such as the root.
 
     Args:
-        kind: kind of the message.
         program: the program of all units.
         capabilities: capabilities of the compressor of one unit.
         topology: topology of the ranks.
@@ -177,7 +176,6 @@ def takes_part(
     Args:
         spec, program, layouts: as for :func:`levels_of_root`.
         topology: topology of the ranks.
-        rank: the rank.
         root: the root of the message's units.
     """
     levels = levels_of_root(spec, program, layouts)

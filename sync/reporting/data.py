@@ -96,7 +96,6 @@ def collected(frontend: ModelFrontend, figures: Figures, residual_nbytes: int, t
 
     Args:
         frontend: the front end of its attachment.
-        figures: its figures.
         residual_nbytes: the bytes of residuals and their copies.
         title: the name of the training; by default that of the model in the plan's prediction.
     """

@@ -95,7 +95,6 @@ def table(head: Iterable[str], rows: Iterable[Markup], caption: str | None = Non
 
     Args:
         head: the titles of its columns; columns of bars have none.
-        rows: its rows.
         caption: its title.
         attributes: its attributes.
     """
@@ -113,9 +112,7 @@ def page(title: str, style: str, script: str, *body: Content) -> str:
     """A whole page. Its policy lets a browser run and apply nothing but the given style and script, and load nothing.
 
     Args:
-        title: its title.
         style: its style sheet.
-        script: its script.
         body: its contents.
     """
     allowed = {"default-src": "'none'", "style-src": _source(style), "script-src": _source(script)}

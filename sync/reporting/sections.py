@@ -176,7 +176,6 @@ def step_sentence(step: RecordedStep, plan_fingerprint: str) -> str:
     """A sentence about the share of sending in a recorded step.
 
     Args:
-        step: the step.
         plan_fingerprint: the fingerprint of the plan that runs now.
     """
     sending_s = covered_s((stage.start_s, stage.end_s) for stage in step.stages if stage.category == "communicate")

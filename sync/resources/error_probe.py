@@ -112,7 +112,6 @@ class Readings:
         """Encode pieces, and take norms before and after.
 
         Args:
-            pieces: the pieces.
             encode: encodes them and changes their residuals.
         """
         before = [piece.given() for piece in pieces]

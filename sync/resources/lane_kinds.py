@@ -49,7 +49,6 @@ class Lane(ABC):
         has no part in it then: several such stages can be in progress.
 
         Args:
-            stage: the stage.
             after: tokens of the work that must be done before.
         """
         if stage.begin is not None and self.stream is None and all(token.is_done for token in after):
@@ -92,7 +91,6 @@ class Lane(ABC):
         """Queue ``work`` behind the work of this lane and behind ``after``; never blocks.
 
         Args:
-            work: the work.
             after: tokens of the work that must be done before.
             failed: called with the first error, if there is one, instead of or after ``work``.
         """
@@ -177,7 +175,6 @@ class _Collective:
     """A collective between two tasks.
 
     Args:
-        stage: its stage.
         failure: gets its error.
     """
 

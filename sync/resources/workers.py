@@ -79,9 +79,7 @@ class Task(Token):
     """A piece of work in a queue, and the token of its completion.
 
     Args:
-        queue: the queue.
         execute: runs the task, and never raises.
-        work: the work.
         after: tokens of the work that must be done before.
         failed: called with the first error, if there is one, instead of or after ``work``.
     """

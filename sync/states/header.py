@@ -31,7 +31,6 @@ def text_of(state: dict[str, Any], parked_sizes: Mapping[str, int]) -> str:
     """The header text of a job, made from the state of one of its ranks.
 
     Args:
-        state: the state.
         parked_sizes: the number of elements of each parameter of which something is parked.
     """
     head = {"format": FORMAT, "version": VERSION, "parked": dict(parked_sizes)}

@@ -58,7 +58,6 @@ class Job:
         of a job of another size takes the mean of the old parts.
 
         Args:
-            rank: the rank.
             world_size: the number of ranks of the new job.
         """
         if world_size == self.topology.world_size:

@@ -93,7 +93,6 @@ class Journal:
 
         Args:
             square: the square of the residuals' norm; ``None`` without residuals.
-            plan_fingerprint: the fingerprint of the plan.
         """
         sent_nbytes = statistics.fmean(self._sent_nbytes)
         step_s = statistics.median(self._step_s)

@@ -194,7 +194,6 @@ def _check_order(entry: Entry, tensors: Sequence[TracedTensor]) -> None:
 
     Args:
         entry: the list of the tensors.
-        tensors: the tensors.
     """
     if not tensors:
         entry.refuse("a list of at least one tensor")

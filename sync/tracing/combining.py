@@ -58,7 +58,6 @@ def refuse_different(names: Sequence[str], steps: Sequence[Averaged], ranks: Rec
     Args:
         names: the names of the parameters. A parameter that no rank has used in a step does not count in it.
         steps: the recorded steps of this rank.
-        ranks: the ranks.
 
     Raises:
         RuntimeError: they were not. Every rank raises.
@@ -92,13 +91,11 @@ def combined(
 
     Args:
         module: the model.
-        name: its name.
         parameters: its recorded parameters, by name.
         steps: the times of this rank.
         measured: norms and errors of the tensors that this rank has kept.
         specs: the measured compressors.
         buckets: DDP's buckets.
-        ranks: the ranks.
     """
     excludes = Cores.of(ranks.group, ranks.device).suffice
     forward_s, optimizer_s, ready_s, disturbed = _times(list(parameters), steps, ranks, excludes)
@@ -129,13 +126,11 @@ def with_gathers(
 
     Args:
         trace: the trace without them.
-        groups: the groups.
         reduced: the numbers of the groups in the order in which they were reduced.
         gathered: the numbers of the groups in the order in which they were gathered.
         times: ``[steps, gathers, 2, 2]``, seconds from the start of a step on this rank until FSDP asked for a gather,
             and until it was needed; the parts of them in which the thread waited for a core. Medians over the steps and
             means over the ranks count.
-        ranks: the ranks.
     """
     elapsed_s, waiting_s = _seconds(times).view(len(times), len(gathered), 2, 2).unbind(2)
     computing_s = elapsed_s - waiting_s if Cores.of(ranks.group, ranks.device).suffice else elapsed_s
@@ -167,7 +162,6 @@ def _times(
     Args:
         names: the names of the parameters.
         steps: the times of this rank.
-        ranks: the ranks.
         excludes: whether to exclude the time in which a rank waited for a core that another program had. Two ranks that
             Linux lets run on one core for seconds, beside an idle one, would take twice as long as in later steps.
     """
@@ -220,7 +214,6 @@ def _source(steps: int, ranks: RecordingRanks, excluded: float) -> str:
 
     Args:
         steps: the number of steps.
-        ranks: the ranks.
         excluded: the part of a step that is excluded.
     """
     where = f"{platform.machine()} with {os.cpu_count()} cores, {torch.get_num_threads()} threads"

@@ -58,7 +58,6 @@ class Progress:
         """The progress that :meth:`to_text` has written, without the outcome of trials that no longer count.
 
         Args:
-            text: the text.
             stages: the rules of this tuning.
             ranks: the number of ranks now.
             step: the step at which the job continues.

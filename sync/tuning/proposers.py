@@ -36,7 +36,6 @@ def proposers_of(training: TunedTraining, propose: Callable[[TunedTraining], Pro
     """The proposers of a training, those first whose plans are to be tried first.
 
     Args:
-        training: the training.
         propose: returns another proposer; ``None`` for uniform plans alone.
     """
     if propose is None or training.frontend.traceable is None:

@@ -24,7 +24,6 @@ class StepRecording:
     """Records plain steps of a training. Every rank makes one.
 
     Args:
-        training: the training.
         traceable: lets its steps be recorded.
         model: a reference to the model that was given, which is not kept.
     """

@@ -31,7 +31,6 @@ def uniform_plans(training: TunedTraining, stage: Phase, trace: ModelTrace) -> S
     """A plan for each compressor of a rule, and the same with encoded parameters if the training allows it. Collective.
 
     Args:
-        training: the training.
         stage: the rule of accuracy.
         trace: the model, with the errors that are known of compressors.
     """

@@ -84,7 +84,6 @@ def write(path: str, content: str | bytes) -> None:
 
     Args:
         path: the file; ``-`` is stdout.
-        content: its content.
 
     Raises:
         CommandError: it cannot be written.

@@ -119,7 +119,6 @@ def problem_of(
     Args:
         given: the arguments of :func:`add_problem`.
         trace: the trace of a training step.
-        machine: the machine.
         weights: the spec of the compressor of gathered parameters; ``None`` if they are sent as they are.
         rounds: the rounds of these steps whose updates are averaged; ``None`` if gradients are.
 

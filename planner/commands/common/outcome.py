@@ -59,7 +59,6 @@ class CommandError(Exception):
     """The end of a command, before it has written anything.
 
     Args:
-        code: the exit code.
         message: one sentence that names the file or the argument, and says what is wrong with it.
         remedy: the command to run next, or what else to do; ``""`` if there is none. It is left out where the message
             names a command already.

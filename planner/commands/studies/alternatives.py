@@ -39,7 +39,6 @@ def alternatives(
 
     Args:
         problem: the problem, whose allowed compressors are tried.
-        plan: the plan.
         keys: the names of the units.
         also: more compressors to try, whether they are allowed or not.
     """

@@ -81,7 +81,6 @@ def explain(
 
     Args:
         problem: the problem that the plan solves.
-        plan: the plan.
         shown: the number of messages, the largest first, that are tried in other ways.
         unit: a unit or a parameter. Its messages are explained instead of all, and other ways are tried for it alone,
             while the rest of its messages stays as it is; they include all compressors whose error the trace has,

@@ -57,9 +57,7 @@ def predict(
     """The predictions for sweeps around a problem.
 
     Args:
-        problem: the problem.
         here: the prediction for the problem itself, whose policy chooses the plans.
-        sweeps: the sweeps.
         progress: called with the part that is done.
 
     Raises:
@@ -162,7 +160,6 @@ def enough_ratio(problem: Problem, best: Plan) -> EnoughRatio:
     are ``ratio`` times as fast, in place or through the programs of the best plan, with codecs that cost nothing.
 
     Args:
-        problem: the problem.
         best: the best plan that is known.
     """
     exact = (replace(unit, compressor=Identity(), feedback=False) for unit in best.units)

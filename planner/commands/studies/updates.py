@@ -38,7 +38,6 @@ def step_costs(problem: Problem, choice: Choice) -> tuple[StepCost, ...]:
     """The costs of a step in plain DDP, with exact updates, and with those of a plan; none if gradients are averaged.
 
     Args:
-        problem: the problem.
         choice: the plan, and the one that compresses nothing.
     """
     if problem.rounds is None:

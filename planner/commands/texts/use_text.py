@@ -10,7 +10,6 @@ def use_of(path: str, problem: Problem) -> str:
 
     Args:
         path: the file of the plan.
-        problem: the problem.
     """
     plan = f"sync.Plan.load({path!r})"
     if problem.rounds is not None:

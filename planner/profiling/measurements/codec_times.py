@@ -31,8 +31,6 @@ class CodecTimes:
     Args:
         session: the measurement.
         arena: the memory of the buffers.
-        method: the method.
-        works: the works.
         place: where they are computed.
     """
 

@@ -34,7 +34,6 @@ class CollectiveTrains:
     Args:
         session: the measurement.
         communicators: the links.
-        step: the collective.
         place: the memory of the data.
         curve_s: seconds for two moments.
     """

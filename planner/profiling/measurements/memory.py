@@ -56,7 +56,6 @@ def rank_nbytes(device: torch.device, ranks: int) -> int:
     """The bytes of memory of a rank.
 
     Args:
-        device: its device.
         ranks: the number of ranks on its host, which share the memory of the host.
     """
     if is_accelerator(device):
@@ -71,7 +70,6 @@ def far_nbytes(device: torch.device, caches: float) -> int:
     """The bytes after which a buffer is in no cache any more.
 
     Args:
-        device: the device.
         caches: how many times the size of its largest cache; this is limited where the cache is very large.
     """
     return min(int(caches * cache_nbytes(device)), _MAX_NBYTES)
@@ -96,7 +94,6 @@ class Arena:
     """Gradients, and room for results, each larger than all caches together.
 
     Args:
-        device: their device.
         least_numel: least number of elements of each.
         far_nbytes: bytes of each, at least.
     """

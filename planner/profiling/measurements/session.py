@@ -99,7 +99,6 @@ class Session:
 
         Args:
             name: the name of the part, for people.
-            measure: measures it.
             is_needed: whether it is measured even if there is no time left.
         """
         if not is_needed and not self.left_s():

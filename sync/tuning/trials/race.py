@@ -24,7 +24,6 @@ class Race:
     """The plans that are tried, and their trials. Every rank makes one.
 
     Args:
-        training: the training.
         spans: marks the spans of its steps.
         plain: the plan that compresses nothing, the first on trial.
 

@@ -70,10 +70,6 @@ class Phase:
     def slowdown(self, plan: Plan, trace: ModelTrace) -> float:
         """How many times as many steps a training needs with the error of a plan; 1 if errors are not known, or do not
         count.
-
-        Args:
-            plan: the plan.
-            trace: the trace of the model.
         """
         if self.slows:
             with contextlib.suppress(TraceError):
@@ -103,7 +99,6 @@ def refusal(plan: Plan, trace: ModelTrace, stage: Phase) -> str:
     """The reason why a rule does not allow a plan, as a clause; empty if it allows it.
 
     Args:
-        plan: the plan.
         trace: the trace of the model, with the errors that are known of compressors; others are assumed.
         stage: the rule.
     """
@@ -152,7 +147,6 @@ class Rules:
         """The reason why a plan may not run at a step; empty if it may.
 
         Args:
-            plan: the plan.
             step: the number of the step.
             trace: a trace of the model with errors of compressors; ``None`` if there is none.
         """

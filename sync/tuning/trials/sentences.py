@@ -55,7 +55,6 @@ def failed(doing: str, error: str, goes_on: str = PLAIN, again_steps: int | None
 
     Args:
         doing: what was done, such as ``"planning"``.
-        error: the error.
         goes_on: how the training goes on.
         again_steps: after how many steps it is tried again; ``None`` if it is not.
     """

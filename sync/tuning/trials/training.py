@@ -99,7 +99,6 @@ class TunedTraining:
         """Decide for a plan without new figures.
 
         Args:
-            sentences: the sentences.
             plan: the plan; by default the one that runs.
             policy: the policy that has found it; by default that of the plan that runs.
             level: the level of the log.

@@ -144,7 +144,6 @@ def compresses(
     """The sentences when a plan that compresses has won.
 
     Args:
-        recorded: the plain steps.
         winner: the plan.
         others: the other plans that were tried.
         rule: the rule of accuracy.
@@ -181,7 +180,6 @@ def stays_plain(recorded: PlainSteps, tried: Sequence[Tried], rule: Phase, how: 
     """The sentences when no plan has won.
 
     Args:
-        recorded: the plain steps.
         tried: the plans that were tried.
         rule: the rule of accuracy.
         how: the way in which plain steps run from now on.

@@ -30,7 +30,6 @@ def finer(plan: Plan, faults: Iterable[Fault], trace: ModelTrace, accuracy: Accu
     program if the compressor can go through it.
 
     Args:
-        plan: the plan.
         faults: the faults of some units.
         trace: the trace of the model, with the errors of compressors.
         accuracy: the rule.
@@ -51,7 +50,6 @@ def errors_of(plan: Plan, faults: Iterable[Fault]) -> dict[tuple[str, str], floa
 
     Args:
         plan: the plan that had the faults.
-        faults: the faults.
     """
     return {
         (name, str(unfitted(plan.by_key[fault.key].compressor))): max(fault.error, ANY_ERROR)

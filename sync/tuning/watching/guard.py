@@ -89,7 +89,6 @@ class Guard:
         """The guard of a plan, before the first reading.
 
         Args:
-            plan: the plan.
             accuracy: the rule that the plan was chosen by.
             trace: the trace of the model, which knows the roles of tensors; without it all are weights.
         """

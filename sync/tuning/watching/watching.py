@@ -30,7 +30,6 @@ class Running:
     """Watches the plan of a training until something else is to be tuned. All ranks make one.
 
     Args:
-        training: the training.
         spans: marks the spans of its steps.
         race: the plans of the training, whose winner runs.
         found: errors of compressors in training because of which they were left, by parameter and compressor. Errors of
