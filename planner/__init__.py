@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,14 +14,15 @@ __all__ = [
 ]
 
 
-_LATER = {
-    "profile": ".profiling.measure",
-    "proposer": ".predictive.searching",
-}
-"""The modules of names, which are imported when a name is asked for."""
-
-
 def __getattr__(name: str) -> object:
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name], __name__), name)
+    """A name that is imported when it is asked for."""
+    match name:
+        case "profile":
+            from .profiling.measure import profile
+
+            return profile
+        case "proposer":
+            from .predictive.searching import proposer
+
+            return proposer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from . import programs as programs
@@ -54,19 +53,35 @@ __all__ = [
 ]
 
 
-_LATER = {
-    "AdamDirection": ".frontends.adam_direction",
-    "ModelTrace": ".traces.model_trace",
-    "ModelTracing": ".tracing.model_tracing",
-    "TraceError": ".traces.traced_tensors",
-    "quadratic_rounds": ".frontends.updates.schedule",
-    "record_timeline": ".engine.timeline_file",
-    "trace_model": ".tracing.model_tracing",
-}
-"""The modules of names that most trainings do not need. They are imported when a name is asked for."""
-
-
 def __getattr__(name: str) -> object:
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name], __name__), name)
+    """A name that most trainings do not need, so it is imported when it is asked for."""
+    match name:
+        case "AdamDirection":
+            from .frontends.adam_direction import AdamDirection
+
+            return AdamDirection
+        case "ModelTrace":
+            from .traces.model_trace import ModelTrace
+
+            return ModelTrace
+        case "ModelTracing":
+            from .tracing.model_tracing import ModelTracing
+
+            return ModelTracing
+        case "TraceError":
+            from .traces.traced_tensors import TraceError
+
+            return TraceError
+        case "quadratic_rounds":
+            from .frontends.updates.schedule import quadratic_rounds
+
+            return quadratic_rounds
+        case "record_timeline":
+            from .engine.timeline_file import record_timeline
+
+            return record_timeline
+        case "trace_model":
+            from .tracing.model_tracing import trace_model
+
+            return trace_model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,8 +9,8 @@ A cell is a machine, a trace and a compressor that every tensor may use, with st
 gets a problem of its own, so no policy finds what another one has priced. ``select_ms`` is the processor's time of a
 policy, ``step_ms`` the predicted step on the timeline. The step of ``bound`` is that on a machine whose codecs take no
 time. ``over_none``, ``over_bound`` and ``over_exhaustive`` are ratios of steps, ``over_least`` is that to a limit which
-was computed once. All plans are too many to try for whole
-models. So each cell is there a second time with the first two launches of the model alone, with stages on the device.
+was computed once. All plans are too many to try for whole models. So each cell is there a second time with the first
+two launches of the model alone, with stages on the device.
 
 Machines are described, not measured: compare policies, not milliseconds.
 """

@@ -9,8 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import NoReturn, Protocol, TextIO, cast
+from typing import NoReturn, Protocol, TextIO
 
 import gckernels
 
@@ -116,7 +115,32 @@ def _refuse(console: Console, line: str, code: int) -> int:
 
 def module_of(verb: str) -> Verb:
     """The module of a verb."""
-    return cast(Verb, import_module(f".{verb}", __package__))
+    match verb:
+        case "trace":
+            from . import trace
+
+            return trace
+        case "profile":
+            from . import profile
+
+            return profile
+        case "plan":
+            from . import plan
+
+            return plan
+        case "explain":
+            from . import explain
+
+            return explain
+        case "lab":
+            from . import lab
+
+            return lab
+        case "compressors":
+            from . import compressors
+
+            return compressors
+    raise ValueError(f"verb: must be {', '.join(VERBS)}, got {verb!r}")
 
 
 def parser_of(verb: str) -> Parser:

@@ -1,6 +1,5 @@
 """Programs: the steps in which a unit is synchronised, as data. Pure: no tensors, no process groups, no clock."""
 
-import importlib
 from typing import TYPE_CHECKING
 
 from .named import (
@@ -84,11 +83,15 @@ __all__ = [
 ]
 
 
-_LATER = {"enumerate_programs": ".enumeration", "parse": ".texts"}
-"""The modules of names, which few trainings need, so they are imported when a name is asked for."""
-
-
 def __getattr__(name: str) -> object:
-    if name in _LATER:
-        return getattr(importlib.import_module(_LATER[name], __name__), name)
+    """A name that few trainings need, so it is imported when it is asked for."""
+    match name:
+        case "enumerate_programs":
+            from .enumeration import enumerate_programs
+
+            return enumerate_programs
+        case "parse":
+            from .texts import parse
+
+            return parse
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

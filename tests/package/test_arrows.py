@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
-import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -42,11 +41,11 @@ def modules(*folders: str) -> Iterator[tuple[str, Path]]:
 
 @functools.cache
 def imported(name: str, path: Path) -> tuple[str, ...]:
-    """The dotted names of everything that a module imports, including imports inside functions, those for
-    types, and those by ``importlib``; of :data:`UPWARDS` only what is imported at once."""
+    """The dotted names of everything that a module imports, including imports inside functions and those for types; of
+    :data:`UPWARDS` only what is imported at once."""
     if name in UPWARDS:
         return tuple(imports_of(name, path, ast.parse(path.read_text()).body))
-    return (*imports_of(name, path), *asked_for(name, path))
+    return tuple(imports_of(name, path))
 
 
 def imports_of(name: str, path: Path, among: Iterable[ast.AST] | None = None) -> Iterator[str]:
@@ -59,18 +58,6 @@ def imports_of(name: str, path: Path, among: Iterable[ast.AST] | None = None) ->
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, (base, node.module)))
             yield from (f"{module}.{alias.name}" for alias in node.names)
-
-
-def asked_for(name: str, path: Path) -> Iterator[str]:
-    """The dotted names of modules that a module imports by ``importlib``."""
-    source = path.read_text()
-    for node in ast.walk(ast.parse(source)) if "importlib.import_module" in source else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
-            match node.args:
-                case [ast.Constant(str(relative)), ast.Name("__package__")]:
-                    yield importlib.util.resolve_name(relative, ".".join(package_of(name, path)))
-                case [ast.Constant(str(absolute))]:
-                    yield absolute
 
 
 def package_of(name: str, path: Path) -> list[str]:
@@ -125,8 +112,13 @@ def test_compressors_know_nothing_of_communication():
 
 def test_the_synchronisation_works_without_the_planner():
     """A training loads the planner only if it is given something of it."""
-    later = [(name, target) for name, path in modules("sync") for target in asked_for(name, path)]
-    assert [arrow for arrow in (*arrows("sync"), *later) if is_in(arrow[1], "gckernels.planner")] == []
+    found = [(name, target) for name, path in modules("sync") for target in imports_of(name, path)]
+    assert [arrow for arrow in found if is_in(arrow[1], "gckernels.planner")] == []
+
+
+def test_nothing_is_imported_by_a_string():
+    """Type checkers and editors, and the tests here, do not see what is."""
+    assert [name for name, path in modules("gckernels", *LINKED) if "import_module" in path.read_text()] == []
 
 
 def test_the_toolkit_knows_no_algorithm():
