@@ -13,7 +13,7 @@ from .advising.averagings import Averaging
 from .advising.measuring import Advising, Measured, ScriptAdvice
 from .common.console import Console
 from .common.files import add_outputs
-from .common.outcome import Exit, Outcome, wrong_use
+from .common.outcome import BLANK, Exit, Outcome, Part, wrong_use
 from .common.scripts import add_script, measured
 from .common.tables import table
 
@@ -47,7 +47,7 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     begin = partial(Advising, seconds=given.seconds, progress=console.progress)
     advice = measured(given, console, begin, _advice_of, "let it train 100 steps or more")
     pays = first_choice(advice) is not advice.plain
-    return Outcome(summary(advice), as_record(advice), code=Exit.OK if pays else Exit.DOES_NOT_PAY)
+    return Outcome(parts_of(advice), code=Exit.OK if pays else Exit.DOES_NOT_PAY)
 
 
 def _advice_of(advising: Advising) -> ScriptAdvice:
@@ -63,8 +63,8 @@ def first_choice(advice: ScriptAdvice) -> Measured:
     return next(each for each in usable if each.step_s <= (1 + ENOUGH) * fastest_s)
 
 
-def summary(advice: ScriptAdvice) -> str:
-    """The advice for people: what limits, a table of the ways, and the first choice."""
+def parts_of(advice: ScriptAdvice) -> list[Part]:
+    """The advice: what limits, a table of the ways, and the first choice."""
     plain_s = advice.plain.step_s
     columns = {
         "averaged": lambda each: each.averaging.name,
@@ -75,10 +75,32 @@ def summary(advice: ScriptAdvice) -> str:
         "accuracy": lambda each: _accuracy(each.averaging),
     }
     size = f"{advice.numel:,} parameters ({volume(advice.nbytes)} of gradients)"
-    lines = [f"{advice.model}, {size}, on {plural(advice.ranks, 'rank')}: {_limit(advice)}", ""]
-    lines += [table(advice.averagings, columns, left=(0, 5)), ""]
-    lines += [f"{each.averaging.name}: {each.problem}" for each in advice.averagings if each.problem]
-    return "\n".join([*lines, *_choice(advice)])
+    sizes = {"model": advice.model, "ranks": advice.ranks, "numel": advice.numel, "nbytes": advice.nbytes}
+    limit = f"{advice.model}, {size}, on {plural(advice.ranks, 'rank')}: {_limit(advice)}"
+    rows = [_record(each) for each in advice.averagings]
+    refused = [Part(f"{each.averaging.name}: {each.problem}") for each in advice.averagings if each.problem]
+    return [
+        Part(limit, sizes | {"local_s": advice.local_s}),
+        BLANK,
+        Part(table(advice.averagings, columns, left=(0, 5)), {"averagings": rows}),
+        *refused,
+        BLANK,
+        Part("\n".join(_choice(advice)), {"first_choice": first_choice(advice).averaging.name}),
+    ]
+
+
+def _record(each: Measured) -> dict[str, Any]:
+    averaging = each.averaging
+    return {
+        "name": averaging.name,
+        "line": averaging.line,
+        "step_s": None if each.problem else each.step_s,
+        "sent_nbytes": each.sent_nbytes,
+        "memory_nbytes": each.memory_nbytes,
+        "accuracy": averaging.accuracy,
+        "page": averaging.page,
+        "problem": each.problem,
+    }
 
 
 def _accuracy(averaging: Averaging) -> str:
@@ -109,28 +131,3 @@ def _choice(advice: ScriptAdvice) -> list[str]:
             lines += [f"    {best.averaging.line}"]
     by_itself = "sync.attach(model) finds a compressor of gradients by itself, and keeps plain averaging if it wins."
     return [*lines, by_itself]
-
-
-def as_record(advice: ScriptAdvice) -> dict[str, Any]:
-    """The same as JSON values."""
-    return {
-        "model": advice.model,
-        "ranks": advice.ranks,
-        "numel": advice.numel,
-        "nbytes": advice.nbytes,
-        "local_s": advice.local_s,
-        "first_choice": first_choice(advice).averaging.name,
-        "averagings": [
-            {
-                "name": each.averaging.name,
-                "line": each.averaging.line,
-                "step_s": None if each.problem else each.step_s,
-                "sent_nbytes": each.sent_nbytes,
-                "memory_nbytes": each.memory_nbytes,
-                "accuracy": each.averaging.accuracy,
-                "page": each.averaging.page,
-                "problem": each.problem,
-            }
-            for each in advice.averagings
-        ],
-    }

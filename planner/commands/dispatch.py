@@ -116,6 +116,10 @@ def _refuse(console: Console, line: str, code: int) -> int:
 def module_of(verb: str) -> Verb:
     """The module of a verb."""
     match verb:
+        case "advise":
+            from . import advise
+
+            return advise
         case "trace":
             from . import trace
 

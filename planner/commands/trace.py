@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import gckernels
 from gckernels.sync.accuracy.accuracy import allowed_compressors, unfitted

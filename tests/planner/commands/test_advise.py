@@ -9,9 +9,10 @@ from dataclasses import asdict, replace
 import pytest
 
 from gckernels.planner import commands
-from gckernels.planner.commands.advise import as_record, first_choice, summary
+from gckernels.planner.commands.advise import first_choice, parts_of
 from gckernels.planner.commands.advising.averagings import GATHERS, GRADIENTS, PLAIN, UPDATES
 from gckernels.planner.commands.advising.measuring import Advising, Measured, ScriptAdvice
+from gckernels.planner.commands.common.outcome import Outcome
 from gckernels.sync.tracing.script import ScriptError, measured_in_script
 from ranks import run_ranks, values_of
 
@@ -108,7 +109,7 @@ def test_a_way_that_is_refused_says_why(tmp_path):
         refused = {each.averaging.name: each.problem for each in advice.averagings if each.problem}
         assert refused.keys() == {each.name for each in GRADIENTS}
         assert all("hook" in problem for problem in refused.values())
-        assert "4 bits: " in summary(advice)
+        assert "4 bits: " in Outcome(parts_of(advice)).text
 
 
 def test_a_script_that_ends_too_early_says_so(tmp_path):
@@ -136,11 +137,14 @@ def advice_of(*steps_s: float, local_s: float = 0.01) -> ScriptAdvice:
 def test_the_first_choice_is_the_most_exact_of_the_fastest(steps_s, number):
     advice = advice_of(*steps_s)
     assert first_choice(advice) is advice.averagings[number]
-    text = summary(advice)
+    text = Outcome(parts_of(advice)).text
     assert "you wait 990 ms of the 1.00 s of a step" in text
     assert advice.averagings[number].averaging.line in text
     assert ("Nothing to gain here" in text) == (number == 0)
-    assert json.loads(json.dumps(as_record(advice)))["first_choice"] == advice.averagings[number].averaging.name
+    assert (
+        json.loads(json.dumps(Outcome(parts_of(advice)).record))["first_choice"]
+        == advice.averagings[number].averaging.name
+    )
 
 
 def test_a_way_with_a_problem_is_never_chosen():
