@@ -7,16 +7,18 @@ import os
 from functools import partial
 from typing import Any
 
-from gckernels.sync.plans.numbers import duration, plural, three_digits, volume
+from gckernels.sync.plans.numbers import duration, plural, rate, three_digits, volume
 
 from .advising.averagings import Averaging
+from .advising.links import LinkError, measured_links
 from .advising.measuring import Advising, Measured, ScriptAdvice
 from .common.console import Console
 from .common.files import add_outputs
-from .common.outcome import BLANK, Exit, Outcome, Part, wrong_use
+from .common.outcome import BLANK, Exit, Outcome, Part, bad_data, wrong_use
 from .common.scripts import add_script, measured
 from .common.tables import table
 
+_TEN_MILLION = 10_000_000
 ENOUGH = 0.05
 """The part of a step that a way must save to be worth its line, and by which a more exact way may be slower."""
 
@@ -30,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_outputs(parser)
     parser.add_argument("--seconds", type=float, default=90.0, help="about how long the steps may take (default: 90)")
-    add_script(parser)
+    parser.add_argument(
+        "--link", action="store_true", help="measure only the links between the ranks, without a script"
+    )
+    add_script(parser, may_lack=True)
 
 
 def run(given: argparse.Namespace, console: Console) -> Outcome:
@@ -44,10 +49,43 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         start = "torchrun --nproc-per-node 2 -m gckernels advise ..., or gckernels lab -m gckernels advise ..."
         raise wrong_use("one rank averages with nobody", f"start several: {start}")
+    if given.link:
+        if given.script is not None:
+            raise wrong_use(f"--link takes no script, got {given.script}", "leave one of them out")
+        return _of_links(console)
+    if given.script is None:
+        raise wrong_use("a script is missing", "name it, or measure the links alone with --link")
     begin = partial(Advising, seconds=given.seconds, progress=console.progress)
     advice = measured(given, console, begin, _advice_of, "let it train 100 steps or more")
     pays = first_choice(advice) is not advice.plain
     return Outcome(parts_of(advice), code=Exit.OK if pays else Exit.DOES_NOT_PAY)
+
+
+def _of_links(console: Console) -> Outcome:
+    try:
+        found = measured_links()
+    except LinkError as error:
+        console.speaks = os.environ.get("LOCAL_RANK") == "0"  # on every machine
+        raise bad_data(error) from None
+    columns = {
+        "from": lambda each: str(each.source),
+        "to": lambda each: f"{each.target} at {each.target.address}",
+        "round trip": lambda each: duration(each.round_trip_s),
+        "rate": lambda each: rate(each.bit_per_s),
+    }
+    slowest = min(found, key=lambda each: each.bit_per_s)
+    seconds = duration(8 * _TEN_MILLION * 4 / slowest.bit_per_s)
+    note = f"At {rate(slowest.bit_per_s)} the gradients of 10 million parameters take {seconds} in 32 bits."
+    rows = [
+        {
+            "from": each.source.rank,
+            "to": each.target.rank,
+            "round_trip_s": each.round_trip_s,
+            "bit_per_s": each.bit_per_s,
+        }
+        for each in found
+    ]
+    return Outcome([Part(table(found, columns, left=(0, 1)), {"links": rows}), BLANK, Part(note)])
 
 
 def _advice_of(advising: Advising) -> ScriptAdvice:

@@ -57,11 +57,16 @@ def _like_ours(parser: Any, namespace: Any, words: Sequence[str]) -> list[str]:
     return found
 
 
-def add_script(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a verb that runs a training script: the script, and behind it all that is for the script."""
+def add_script(parser: argparse.ArgumentParser, may_lack: bool = False) -> None:
+    """Add the arguments of a verb that runs a training script: the script, and behind it all that is for the script.
+
+    Args:
+        parser: the parser of the verb.
+        may_lack: whether the verb does something without a script.
+    """
     parser.epilog = "-o and --json may also follow the script; -- ends them."
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script", help="training script that every rank runs")
+    parser.add_argument("script", nargs="?" if may_lack else None, help="training script that every rank runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, action=_AfterScript, help="arguments of the script")
 
 
