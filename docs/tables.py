@@ -2,7 +2,7 @@
 
 They are the outputs of the command (:mod:`docs.console`), tables in ``operators.md`` and ``kernels.md``, the page
 ``reference/compressors.md``, the C functions in ``host_path.md``, the picture ``lanes.svg``, and tables of results in
-``measurements.md``, in the pages of ``measurements/`` and in the README. A test says when they are out of date.
+the pages of ``measurements/``, in ``howto/fsdp.md`` and in the README. A test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -113,14 +113,6 @@ def pages() -> dict[Path, str]:
         FOLDER / "reference" / "compressors.md": compressors_page(),
         FOLDER / "kernels.md": _with_part(FOLDER / "kernels.md", pipes.markdown(pipes.read_table(PIPES))),
         FOLDER / "lanes.svg": svg(),
-        FOLDER / "measurements.md": _with_part(
-            FOLDER / "measurements.md",
-            step_tables.readme_table(),
-            auto_tables.steps_table(only=auto_tables.FEW),
-            training_tables.late_table(timed),
-            training_tables.accuracy_table(trained, training_tables.FEW),
-            kernel_tables.compressors_table(kernel_tables.FEW),
-        ),
         measured / "steps.md": _with_part(measured / "steps.md", "\n\n".join(step_tables.all_tables())),
         measured / "auto.md": _with_part(
             measured / "auto.md", auto_tables.steps_table(), auto_tables.choices_table(), auto_tables.race_table()
@@ -129,6 +121,15 @@ def pages() -> dict[Path, str]:
             measured / "accuracy.md",
             training_tables.accuracy_table(trained),
             training_tables.training_table(timed, trained),
+        ),
+        measured / "updates.md": _with_part(
+            measured / "updates.md",
+            updates_tables.accuracy_table(400, 3e-3, 0.95, only=updates_tables.FEW),
+            updates_tables.accuracy_table(400, 3e-3, 0.999),
+            updates_tables.larger_table(),
+            updates_tables.best_table(),
+            updates_tables.steps_table(),
+            updates_tables.times_table(times),
         ),
         measured / "predictions.md": _with_part(
             measured / "predictions.md",
@@ -141,13 +142,6 @@ def pages() -> dict[Path, str]:
             sharded_tables.predictions_table(),
             sharded_tables.steps_table(),
             sharded_tables.accuracy_table(),
-        ),
-        FOLDER / "howto" / "slow_link.md": _with_part(
-            FOLDER / "howto" / "slow_link.md",
-            *(updates_tables.accuracy_table(400, 3e-3, each) for each in (0.95, 0.999)),
-            updates_tables.best_table(),
-            updates_tables.steps_table(),
-            updates_tables.times_table(times),
         ),
         FOLDER.parent / "README.md": _with_part(FOLDER.parent / "README.md", step_tables.readme_table()),
     }

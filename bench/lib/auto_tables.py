@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bench.lib.arms import AGAIN, FP16_HOOK, PLAIN, POWERSGD_HOOK
@@ -22,23 +23,14 @@ MODELS = {
     "mlp": "perceptron, 7.3 M",
     "transformer_10m": "transformer, 10.0 M",
 }
-FEW = (
-    ("2", "transformer_1m", "1gbit"),
-    ("2", "transformer_1m", "none"),
-    ("2", "convnet", "200mbit"),
-    ("2", "embedding", "200mbit"),
-    ("2", "transformer_10m", "200mbit"),
-    ("4", "transformer_1m", "200mbit"),
-)
-"""The cells of the short table: ranks, model and rate."""
 HOOKS = {"fp16 hook": FP16_HOOK, "PowerSGD hook": POWERSGD_HOOK}
 
 StepRow = Mapping[str, str]
 Where = tuple[str, str, str]
 
 
-def steps_table(path: Path = PATH, only: Collection[Where] = ()) -> str:
-    """A line for every cell, or for those in ``only``: the step of plain DDP, and those of others over it.
+def steps_table(path: Path = PATH) -> str:
+    """A line for every cell: the step of plain DDP, and those of others over it.
 
     Beside both rules of ``auto`` stands the fastest fixed arm that is at least as accurate.
     """
@@ -47,8 +39,6 @@ def steps_table(path: Path = PATH, only: Collection[Where] = ()) -> str:
         head += [f"`auto`, {accuracy}", f"best other, {accuracy}"]
     lines = []
     for where, arms in _cells(read_csv(path)):
-        if only and where not in only:
-            continue
         line = dict.fromkeys(head, "")
         line |= {"": _name(where), "plain DDP": short_time(arms[PLAIN]["median_s"]), "again": _ratio(arms, AGAIN)}
         line |= {name: _ratio(arms, hook) for name, hook in HOOKS.items()}
@@ -62,16 +52,24 @@ def steps_table(path: Path = PATH, only: Collection[Where] = ()) -> str:
 
 
 def choices_table(path: Path = PATH) -> str:
-    """A line for every choice: the plan, after how many steps it was chosen, and what that took."""
-    head = ["", "rule", "chosen", "stands after", "attaching", "longest pause"]
+    """A line for every cell: the plans of both rules, and after how many steps each was chosen."""
+    rules = (SAFE, AGGRESSIVE)
     lines = []
     for where, arms in _cells(read_csv(path)):
-        for accuracy in (SAFE, AGGRESSIVE):
-            if (row := arms.get(f"auto, {accuracy}")) is not None:
-                attach, pause = (short_time(row[name]) for name in ("attach_s", "pause_s"))
-                cells = [_name(where), accuracy, row["chosen"], _stands_after(row), attach, pause]
-                lines.append(dict(zip(head, cells, strict=True)))
-    return markdown(lines, head)
+        rows = (arms.get(f"auto, {accuracy}") for accuracy in rules)
+        cells = ([chosen_compressors(row["chosen"]), _stands_after(row)] if row else ["", ""] for row in rows)
+        lines.append([_name(where), *(text for cell in cells for text in cell)])
+    return markdown_of_cells(["", *(text for accuracy in rules for text in (accuracy, "after"))], lines)
+
+
+def chosen_compressors(chosen: str) -> str:
+    """The compressors of a plan that have a percent of the elements or more, each with its share, in Markdown.
+
+    Shares of all elements, to whole percents, are left out.
+    """
+    found = re.findall(r"(\d+(?:\.\d+)?)% (.+?)(?: through \w+)?(?:, (?=\d)|$)", chosen)
+    parts = [(round(float(share)), name) for share, name in found if float(share) >= 1]
+    return ", ".join(f"`{name}`" if share >= 99 else f"{share}% `{name}`" for share, name in parts) or chosen
 
 
 def race_table(path: Path = RACE) -> str:
@@ -79,8 +77,8 @@ def race_table(path: Path = RACE) -> str:
 
     They are fractions of plain DDP's. Beside each stands after how many steps it was chosen.
     """
-    head = ["", "plain DDP", "again", "`BlockQuant(bits=4)`", "uniform plans alone", "stands after", "with predictions"]
-    head += ["stands after", "attaching", "chosen"]
+    head = ["", "plain DDP", "again", "`BlockQuant(bits=4)`"]
+    head += ["uniform plans alone", "after", "with predictions", "after"]
     lines = []
     for where, arms in _cells(read_csv(path)):
         cells = [
@@ -91,8 +89,6 @@ def race_table(path: Path = RACE) -> str:
         ]
         for arm in (f"auto, {SAFE}", f"predicted, {SAFE}"):
             cells += [f"**{_ratio(arms, arm)}**", _stands_after(arms[arm])]
-        predicted = arms[f"predicted, {SAFE}"]
-        cells += [short_time(predicted["attach_s"]), predicted["chosen"]]
         lines.append(cells)
     return markdown_of_cells(head, lines)
 

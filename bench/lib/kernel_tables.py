@@ -16,12 +16,10 @@ ORDER = (
     *("BlockFP8", "BlockQuant", "BlockQuant(bits=4)"),
     *("ChunkTopK", "TopK", "MSTopK", "GradDrop", "Threshold", "DGC", "RandomK"),
 )
-FEW = ("Cast16", "QSGD", "EFSignSGD", "BlockQuant", "BlockQuant(bits=4)", "ChunkTopK", "TopK", "Threshold")
-"""The compressors of the short table."""
 
 
 def compressors_table(only: Collection[str] = ORDER, path: Path = PATH) -> str:
-    """A line for every compressor: bandwidths of encoding and decoding, and factors over eager torch."""
+    """A line for every compressor: encoding and decoding in GB/s and in percent of a copy, and over eager torch."""
     rows = {
         (row["compressor"], row["direction"], row["numel"], row["threads"]): row
         for row in read_csv(path)
@@ -41,4 +39,4 @@ def compressors_table(only: Collection[str] = ORDER, path: Path = PATH) -> str:
 
 
 def _bandwidth(row: Mapping[str, str]) -> str:
-    return f"{float(row['gb_per_s']):.1f} GB/s, {float(row['percent_of_copy']):.0f} %"
+    return f"{float(row['gb_per_s']):.1f} ({float(row['percent_of_copy']):.0f})"

@@ -31,7 +31,8 @@ Arms = Mapping[str, Mapping[str, str]]
 
 
 def predictions_table(model: str, path: Path = PATH) -> str:
-    """A column for every link of a model: each measured step and the error of its prediction, then summaries."""
+    """A column for every link of a model: each measured step in milliseconds and the error of its
+    prediction in percent, then summaries, in percent as well."""
     found: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
     for row in read_csv(path):
         if row["model"] == model:
@@ -41,10 +42,9 @@ def predictions_table(model: str, path: Path = PATH) -> str:
     rows = [{"": name} | {link: _step(arms[arm]) for link, arms in columns.items()} for arm, name in NAMES.items()]
     summaries: dict[str, Callable[[Arms], str]] = {
         "median, largest error": _errors,
-        "regret of `auto`, safe": lambda arms: f"{_percent(arms[SAFE], 'regret'):.1f} %",
-        "regret of `auto`, aggressive": lambda arms: f"{_percent(arms[AGGRESSIVE], 'regret'):.1f} %",
-        "computing, recorded and in the rounds": _computing,
-        "plain DDP again": lambda arms: f"{_percent(arms[AGAIN], 'ratio_to_plain') - 100:+.1f} %",
+        "regret of `auto`, safe": lambda arms: f"{_percent(arms[SAFE], 'regret'):.1f}",
+        "regret of `auto`, aggressive": lambda arms: f"{_percent(arms[AGGRESSIVE], 'regret'):.1f}",
+        "plain DDP again": lambda arms: f"{_percent(arms[AGAIN], 'ratio_to_plain') - 100:+.1f}",
     }
     rows += [{"": name} | {link: cell(arms) for link, arms in columns.items()} for name, cell in summaries.items()]
     return markdown(rows, ["", *columns])
@@ -55,18 +55,13 @@ def _link(network: str, rate: str) -> str:
 
 
 def _step(row: Mapping[str, str]) -> str:
-    error = f"{_percent(row, 'error'):+.0f} %" if row["error"] else "no price"
-    return f"{1e3 * float(row['median_s']):.0f} ms, {error}"
+    error = f"{_percent(row, 'error'):+.0f}" if row["error"] else "no price"
+    return f"{1e3 * float(row['median_s']):.0f} ({error})"
 
 
 def _errors(arms: Arms) -> str:
     errors = [abs(float(row["error"])) for arm, row in arms.items() if arm != AGAIN and row["error"]]
-    return f"{statistics.median(errors):.1%}, {max(errors):.0%}".replace("%", " %")
-
-
-def _computing(arms: Arms) -> str:
-    recorded, alone = (f"{1e3 * float(arms[PLAIN][name]):.0f}" for name in ("recorded_s", "alone_s"))
-    return f"{recorded}, {alone} ms"
+    return f"{100 * statistics.median(errors):.1f}, {100 * max(errors):.0f}"
 
 
 def _percent(row: Mapping[str, str], column: str) -> float:

@@ -1,17 +1,19 @@
-"""Markdown tables of training steps, as fractions of plain DDP's and over their bounds."""
+"""Markdown tables of training steps, as fractions of plain DDP's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown
 
 PATH = RESULTS / "cpu" / "steps.csv"
+AUTO_PATH = RESULTS / "cpu" / "auto.csv"
 PLAIN, AGAIN = "plain", "plain again"
 MODEL = "transformer_10m"  # in the README
 README_ARMS = (PLAIN, "fp16_compress_hook", "powerSGD_hook(rank=4)", "BlockQuant(bits=4)")
+README_AUTO = "sync.attach(model)"
 README_RATES = ("100mbit", "200mbit", "1gbit", "none")
 NAMES = {
     PLAIN: "plain DDP",
@@ -55,26 +57,29 @@ def bits_per_s(rate: str) -> float:
     return float("inf") if rate == "none" else float(rate[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]]
 
 
-def readme_table(path: Path = PATH) -> str:
-    """Steps of the larger transformer with two ranks, of some arms at some rates, as fractions of plain DDP's."""
-    rows = [row for row in read_csv(path) if (row["model"], row["network"]) == (MODEL, "2")]
-    return _table([row for row in rows if row["rate"] in README_RATES and row["arm"] in README_ARMS], _ratio)
+def readme_table(path: Path = PATH, auto_path: Path = AUTO_PATH) -> str:
+    """Steps of the larger transformer with two ranks, of some arms at some rates, as fractions of plain DDP's.
+
+    The automatic choice comes from a file of its own, which has fewer rates.
+    """
+    rows = [row for row in read_csv(path) if row["arm"] in README_ARMS]
+    rows += [row | {"arm": README_AUTO} for row in read_csv(auto_path) if row["arm"] == "auto, safe"]
+    return _table(
+        [row for row in rows if (row["model"], row["network"]) == (MODEL, "2") and row["rate"] in README_RATES]
+    )
 
 
 def all_tables(path: Path = PATH) -> list[str]:
-    """Paragraphs and tables: for every model and network the steps as fractions of plain DDP's with quartiles, and over
-    their bounds."""
+    """Titles and tables: for every model and network the steps as fractions of plain DDP's."""
     rows, parts = read_csv(path), []
     for model, network in sorted({(row["model"], row["network"]) for row in rows}):
         cells = [row for row in rows if (row["model"], row["network"]) == (model, network)]
-        parts.append(f"**{MODELS[model]}, {network_name(network)}**, the step over that of plain DDP, with quartiles:")
-        parts.append(_table(cells, _ratio_with_quartiles))
-        parts.append("The same steps over their bounds:")
-        parts.append(_table(cells, lambda row: f"{float(row['step_over_bound']):.2f}"))
+        parts.append(f"**{MODELS[model]}, {network_name(network)}**:")
+        parts.append(_table(cells))
     return parts
 
 
-def _table(rows: Sequence[StepRow], cell: Callable[[StepRow], str]) -> str:
+def _table(rows: Sequence[StepRow]) -> str:
     """A table of arms by rates; arms are in the order of their bytes, after plain DDP and PyTorch's hooks."""
     rates = sorted({row["rate"] for row in rows}, key=bits_per_s)
     by_key = {(row["arm"], row["rate"]): row for row in rows}
@@ -82,7 +87,7 @@ def _table(rows: Sequence[StepRow], cell: Callable[[StepRow], str]) -> str:
     order = sorted(nbytes, key=lambda arm: (_place(arm), -nbytes[arm]))
     columns, lines = ["", "bytes per step", *map(rate_name, rates)], []
     for arm in order:
-        cells = [cell(by_key[arm, rate]) if (arm, rate) in by_key else "" for rate in rates]
+        cells = [_ratio(by_key[arm, rate]) if (arm, rate) in by_key else "" for rate in rates]
         lines.append(dict(zip(columns, [arm_name(arm), f"{nbytes[arm]:,}", *cells], strict=True)))
     return markdown(lines, columns)
 
@@ -95,17 +100,7 @@ def _place(arm: str) -> int:
 def _ratio(row: StepRow) -> str:
     if row["arm"] == PLAIN:
         return short_time(row["median_s"])
-    return _digits(float(row["ratio_to_plain"]))
-
-
-def _ratio_with_quartiles(row: StepRow) -> str:
-    if row["arm"] == PLAIN:
-        return short_time(row["median_s"])
-    middle, low, high = (float(row[name]) for name in ("ratio_to_plain", "ratio_quartile_1", "ratio_quartile_3"))
-    return f"{_digits(middle)} ({_digits(low)}-{_digits(high)})"
-
-
-def _digits(ratio: float) -> str:
+    ratio = float(row["ratio_to_plain"])
     return f"{ratio:.{3 if ratio < 0.0995 else 2}f}"
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from bench.lib.arms import PLAIN
+from bench.lib.auto_tables import chosen_compressors
 from bench.lib.contenders import AGGRESSIVE, accuracy_of
 from bench.lib.rounds import markdown
 from bench.lib.step_tables import arm_name, network_name, rate_name
@@ -20,8 +21,6 @@ TRAINED = {
     "fashion_mnist_long": "Fashion-MNIST, 10 epochs",
     "bytes_lm": "bytes_lm, bits per byte",
 }
-FEW = ("none", "Cast16", "BlockQuant", "BlockQuant(bits=4)", "QSGD", "PowerSGD", "EFSignSGD", "ChunkTopK")
-"""The compressors of the short table of accuracies."""
 
 Run = Mapping[str, str]
 
@@ -51,7 +50,7 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
             line["holds"] = {None: "", True: "yes", False: "NO"}[holds(model, arm, runs, plain, further)]
             for name, column in (("to the first target", "early_s"), ("to the second target", "late_s")):
                 line[name] = _over(runs, plain, column)
-            line |= {"CPU": _over(runs, plain, "cpu_s"), "chosen": runs[0]["chosen"]}
+            line |= {"CPU": _over(runs, plain, "cpu_s"), "chosen": chosen_compressors(runs[0]["chosen"])}
             lines.append(line)
     columns = (
         "cell",
@@ -67,25 +66,11 @@ def training_table(rows: Iterable[Run], trained: Sequence[Run] = ()) -> str:
     return markdown(lines, columns)
 
 
-def late_table(rows: Iterable[Run]) -> str:
-    """A line for each arm: its time to the second target over plain DDP's, a column for each model."""
-    cells = {model: arms for (model, _, _), arms in _by_cell(rows).items()}
-    lines = []
-    for arm in dict.fromkeys(arm for arms in cells.values() for arm in arms if arm != PLAIN):
-        line = {"": arm_name(arm)}
-        for model, arms in cells.items():
-            over = _over(arms[arm], arms[PLAIN], "late_s") if arm in arms else ""
-            line[model] = over.partition("(")[2].rstrip(")") or over
-        lines.append(line)
-    return markdown(lines, ["", *cells])
-
-
-def accuracy_table(trained: Sequence[Run], only: Collection[str] = ()) -> str:
-    """A line for each compressor, or for those in ``only``: the means of all seeds of ``convergence.csv``."""
+def accuracy_table(trained: Sequence[Run]) -> str:
+    """A line for each compressor: the means of all seeds of ``convergence.csv``."""
     found: dict[str, dict[str, list[Run]]] = {}
     for run in trained:
-        if not only or run["compressor"] in only:
-            found.setdefault(run["compressor"], {}).setdefault(run["model"], []).append(run)
+        found.setdefault(run["compressor"], {}).setdefault(run["model"], []).append(run)
     column = "bytes per step, Fashion-MNIST"
     lines = []
     for compressor, by_model in found.items():

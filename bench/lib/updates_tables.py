@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +22,14 @@ USUAL_STEPS = ("400", "1404")
 """The numbers of steps of the trainings that are compared between networks."""
 PLAIN = "none"
 SIGNS = "EFSignSGD(block=1024, magnitude='projection')"
+FEW = (
+    *(PLAIN, "BlockQuant", "BlockQuant(bits=4)", "EFSignSGD", "EFSignSGD, decay 0.5", f"{SIGNS}, decay 0.5"),
+    *("Identity, direction", f"{SIGNS}, direction, decay 0.5", "Identity, every 1, short steps, decay 1"),
+    *(f"{SIGNS}, every 1, decay 0.8", f"{SIGNS}, every 2, decay 0.8", "EFSignSGD(block=1024), every 2, decay 0.8"),
+    f"{SIGNS}, every 2 growing, decay 0.8",
+    *("Identity, every 4, short steps, decay 1", f"{SIGNS}, every 4, short steps, decay 1"),
+)
+"""The arms whose differences are shown for each seed."""
 
 
 class Parts(NamedTuple):
@@ -66,9 +74,13 @@ def accuracy_table(
     ranks: int = 2,
     network: str = "bytes_lm",
     optimizer: str = "adamw",
+    only: Collection[str] = (),
     path: Path = UPDATES,
 ) -> str:
-    """A row for every arm, with the loss in bits after training, and the difference to plain DDP at the same seeds."""
+    """A row for every arm, or for those in ``only``: the loss in bits after training, and its distance to plain DDP.
+
+    Differences are of the same seeds.
+    """
     bits: dict[str, dict[str, float]] = {}
     sent: dict[str, str] = {}
     for row in read_csv(path):
@@ -79,6 +91,8 @@ def accuracy_table(
             sent[row["arm"]] = row["sent_bits"]
     table = []
     for arm, found in sorted(bits.items(), key=lambda item: _order(item[0])):
+        if only and arm not in only:
+            continue
         plain = {} if arm == PLAIN else bits.get(PLAIN, {})
         differences = [found[seed] - plain[seed] for seed in found if seed in plain]
         change = f"{statistics.fmean(differences):+.3f}" if differences else ""
@@ -190,6 +204,29 @@ def best_table(path: Path = UPDATES) -> str:
         )
         lines.append([arm, sent[arm], *differences])
     return markdown_of_cells(["", "bits sent", *found], lines)
+
+
+def larger_table(path: Path = UPDATES) -> str:
+    """A row for every arm with more ranks or steps than usual, with the difference of its loss to plain DDP's.
+
+    In brackets are the differences of each seed. All have the usual ``beta2``, and the rate 3e-3.
+    """
+    found: dict[tuple[int, int], Results] = {}
+    for row in read_csv(path):
+        where, settings = (int(row["ranks"]), int(row["steps"])), (row["network"], row["optimizer"], row["beta2"])
+        if settings == ("bytes_lm", "adamw", "0.95") and float(row["peak_lr"]) == 3e-3 and where != (2, 400):
+            arm = found.setdefault(where, {}).setdefault(short_name(row["arm"]), (float(row["sent_bits"]), {}))
+            arm[1][row["seed"]] = float(row["bits"])
+    columns = sorted(found, key=lambda where: (where[1], where[0]))
+    lines = []
+    for arm in dict.fromkeys(arm for where in columns for arm in found[where] if arm != PLAIN):
+        cells = []
+        for where in columns:
+            each = to_plain(found[where], arm) if arm in found[where] else []
+            seeds = ", ".join(f"{one:+.3f}" for one in each)
+            cells.append(f"{statistics.fmean(each):+.3f} ({seeds})" if each else "")
+        lines.append([arm, *cells])
+    return markdown_of_cells(["", *(f"{ranks} ranks, {steps} steps" for ranks, steps in columns)], lines)
 
 
 def short_name(arm: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.lib.auto_tables import choices_table, steps_table
+from bench.lib.auto_tables import choices_table, chosen_compressors, steps_table
 from bench.lib.contenders import accuracy_of
 
 COLUMNS = "model,network,rate,arm,accuracy,rounds,median_s,ratio_to_plain,chosen,decision,attach_s,pause_s"
@@ -44,9 +44,17 @@ def test_a_line_for_every_cell(path: Path) -> None:
     assert second.startswith(f"{start} |  |  |  | **1** | 1 plain DDP")
 
 
-def test_a_line_for_every_choice(path: Path) -> None:
-    safe, aggressive, other = choices_table(path).splitlines()[2:]
-    start = "| digits, 0.15 M, 200 Mbit/s | safe | 88% BlockQuant(bits=4) through allgather"
-    assert safe == f"{start} | 61 | 40 ms | 500 ms |"
-    assert aggressive == safe.replace("safe", "aggressive")
-    assert other == "| digits, 0.15 M, not throttled, 2 machines of 2 ranks | safe | nothing | 110 | 300 ms | 200 ms |"
+def test_a_line_for_every_cell_with_the_choices(path: Path) -> None:
+    both, safe = choices_table(path).splitlines()[2:]
+    choice = "88% `BlockQuant(bits=4)` | 61"
+    assert both == f"| digits, 0.15 M, 200 Mbit/s | {choice} | {choice} |"
+    assert safe == "| digits, 0.15 M, not throttled, 2 machines of 2 ranks | nothing | 110 |  |  |"
+
+
+def test_small_shares_of_a_plan_are_left_out() -> None:
+    chosen = "85.6% PowerSGD through powersgd, 14.3% BlockQuant(bits=4) through allgather, 0.1% nothing"
+    assert chosen_compressors(chosen) == "86% `PowerSGD`, 14% `BlockQuant(bits=4)`"
+    assert chosen_compressors("99.8% EFSignSGD(block=64, magnitude='mean') through alltoall, 0.2% Identity") == (
+        "`EFSignSGD(block=64, magnitude='mean')`"
+    )
+    assert chosen_compressors("nothing") == "nothing"
