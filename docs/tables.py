@@ -1,8 +1,8 @@
 """Write the generated parts of the documentation: ``make tables``.
 
 They are the outputs of the command (:mod:`docs.console`), tables in ``operators.md`` and ``kernels.md``, the page
-``reference/compressors.md``, the C functions in ``host_path.md``, the picture ``lanes.svg``, and tables of results in
-the pages of ``measurements/``, in ``howto/fsdp.md`` and in the README. A test says when they are out of date.
+``reference/compressors.md``, the picture ``lanes.svg``, and tables of results in the pages of ``measurements/``, in
+``howto/fsdp.md`` and in the README. A test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from bench.lib.rounds import markdown, markdown_of_cells
 from docs import console
 from docs.lanes import svg
 from gckernels.testing.documented import sources
-from gckernels.toolkit.quantizer import host
 from gckernels.toolkit.sparsifier.entries import VALUE_BITS
 from harness.machine_code import pipes
 
@@ -97,11 +96,6 @@ def compressors_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def host_functions() -> str:
-    """The C functions that are generated for EFSignSGD."""
-    return f"```c\n{host.c_source(gckernels.EFSignSGD()).strip()}\n```"
-
-
 def pages() -> dict[Path, str]:
     """The text of every file that has generated parts, as it should be."""
     measured = FOLDER / "measurements"
@@ -109,7 +103,6 @@ def pages() -> dict[Path, str]:
     timed = [row for row in times if row["rate"] == training_tables.RATE]  # updates have a table of their own
     return {
         FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table(), entries_table()),
-        FOLDER / "host_path.md": _with_part(FOLDER / "host_path.md", host_functions()),
         FOLDER / "reference" / "compressors.md": compressors_page(),
         FOLDER / "kernels.md": _with_part(FOLDER / "kernels.md", pipes.markdown(pipes.read_table(PIPES))),
         FOLDER / "lanes.svg": svg(),
