@@ -126,8 +126,7 @@ def pages() -> dict[Path, str]:
         ),
         measured / "predictions.md": _with_part(
             measured / "predictions.md",
-            prediction_tables.predictions_table("transformer_10m"),
-            prediction_tables.predictions_table("mlp"),
+            prediction_tables.predictions_table(),
         ),
         measured / "kernels_on_cpu.md": _with_part(measured / "kernels_on_cpu.md", kernel_tables.compressors_table()),
         FOLDER / "howto" / "fsdp.md": _with_part(
