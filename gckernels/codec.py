@@ -371,7 +371,7 @@ class Backend(ABC):
         return work
 
     def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
-        """A function that recodes all units, by default one after the other; ``added`` is that of encodings."""
+        """A function that recodes all units, by default one after the other, with the same ``added`` as encodings."""
 
         def work() -> None:
             number = number_in(added)

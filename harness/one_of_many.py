@@ -44,7 +44,7 @@ def transformer(layers: int, hidden: int, device: torch.device | str) -> dict[st
 
 @contextlib.contextmanager
 def alone(communicators: OneOfMany) -> Iterator[None]:
-    """Make a runtime inside the ``with`` block that of one rank of many, without the other ranks."""
+    """Make a runtime inside the ``with`` block the runtime of one rank of many, without the other ranks."""
     with contextlib.ExitStack() as stack:
         for name in ("rank", "world_size"):
             stack.enter_context(

@@ -44,8 +44,8 @@ _SHORT = 48
 
 
 def auto(problem: Problem, plans: Mapping[str, Plan], starts: Sequence[Plan]) -> Plan:
-    """The fastest plan that is found of those that save more than their predictions may be wrong by, or that of
-    ``none`` if there is no such plan.
+    """The fastest plan that is found of those that save more than their predictions may be wrong by, or the
+    plan of ``none`` if there is no such plan.
 
     So one of the other policies has a faster plan only where that saves less.
 

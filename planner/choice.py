@@ -131,7 +131,7 @@ def choose(problem: Problem, policy: str = "auto", compared: Iterable[str] = COM
 
 
 def saves(problem: Problem, row: Row, other: Row) -> bool:
-    """Whether the plan of a row saves more, compared with that of another one, than both may be predicted wrong by."""
+    """Whether the plan of a row saves more, compared with another row's, than both may be predicted wrong by."""
     return problem.is_gain(row.step_s, other.step_s, max(row.margin, other.margin))
 
 

@@ -124,7 +124,7 @@ def checked_network(text: str) -> str:
 
 
 def network_of(text: str, rate: str, local_rate: str = UNTHROTTLED) -> Network:
-    """The network of a :func:`checked_network`; ``local_rate`` is that of links inside machines of several ranks."""
+    """The network of a :func:`checked_network`; ``local_rate`` is for links inside machines of several ranks."""
     machines, _, ranks = text.partition("x")
     if not ranks:
         return Network(int(machines), rate)

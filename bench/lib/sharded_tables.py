@@ -21,7 +21,7 @@ FLAT, LEVELS = ", shards over all ranks", ", added up inside machines"
 
 
 def steps_table(path: Path = ON_LINKS) -> str:
-    """A row for every arm, with the time of its step relative to that of FSDP's own collectives on each link."""
+    """A row for every arm, with its step on each link over the step with FSDP's own collectives."""
     rows = [row for row in read_csv(path) if row["arm"] not in (NATIVE, AGAIN)]
     return _by_link(rows, lambda row: row["ratio_to_native"])
 

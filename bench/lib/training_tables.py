@@ -122,7 +122,7 @@ def _mean(runs: Sequence[Run], column: str) -> float:
 
 
 def _over(runs: Sequence[Run], plain: Sequence[Run], column: str) -> str:
-    """The mean of a column, and its ratio to that of plain DDP; "never" if a run has no value."""
+    """The mean of a column, and its ratio to plain DDP's; "never" if a run has no value."""
     if not all(run[column] for run in runs):
         return "never"
     text = f"{_mean(runs, column):.2f} s"

@@ -110,7 +110,7 @@ def accuracy_table(
 
 
 def steps_table(path: Path = STEPS) -> str:
-    """A row for every arm, with the time of a step for each model and rate, over that of plain DDP in the same run."""
+    """A row for every arm, with the time of a step for each model and rate, over plain DDP's in the same run."""
     found: dict[str, dict[str, str]] = {}
     for row in read_csv(path):
         cell = f"{row['model']}, {row['rate']}"
@@ -219,13 +219,13 @@ def larger_table(path: Path = UPDATES) -> str:
             arm[1][row["seed"]] = float(row["bits"])
     columns = sorted(found, key=lambda where: (where[1], where[0]))
     lines = []
-    for arm in dict.fromkeys(arm for where in columns for arm in found[where] if arm != PLAIN):
+    for name in dict.fromkeys(each for where in columns for each in found[where] if each != PLAIN):
         cells = []
         for where in columns:
-            each = to_plain(found[where], arm) if arm in found[where] else []
+            each = to_plain(found[where], name) if name in found[where] else []
             seeds = ", ".join(f"{one:+.3f}" for one in each)
             cells.append(f"{statistics.fmean(each):+.3f} ({seeds})" if each else "")
-        lines.append([arm, *cells])
+        lines.append([name, *cells])
     return markdown_of_cells(["", *(f"{ranks} ranks, {steps} steps" for ranks, steps in columns)], lines)
 
 

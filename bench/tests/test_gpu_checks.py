@@ -161,7 +161,7 @@ def test_files_of_tests_that_parts_name_exist():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["tests", "nccl"])
 def test_every_part_finds_its_tests(out, script, monkeypatch, tmp_path, capfd):
-    """Collection is that of a machine with a GPU."""
+    """Tests are collected as on a machine with a GPU."""
     (tmp_path / "with_a_gpu.py").write_text("import torch; torch.cuda.is_available = lambda: True")
     monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only -p with_a_gpu")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

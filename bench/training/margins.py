@@ -56,5 +56,5 @@ def margin_of(model_name: str, spec: str, num_seeds: int) -> float:
 
 
 def worse_by(model_name: str, value: float, plain: float) -> float:
-    """How much worse ``value`` is than ``plain``, that of plain DDP, in the metric's unit; negative if better."""
+    """How much worse ``value`` is than plain DDP's value ``plain``, in the metric's unit; negative if better."""
     return plain - value if MODELS[model_name].higher_is_better else value - plain

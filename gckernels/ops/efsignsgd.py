@@ -5,12 +5,12 @@ Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
 block of 128 elements. It costs a quarter of a bit more per element, takes one pass over memory instead of two, and is
 more accurate, because the magnitudes of a layer differ by orders from row to row (``bench/training/convergence.py``).
 
-The scale with ``magnitude="mean"`` is the mean magnitude, as in the paper: no other has so small an error. Decoded
-blocks are then shorter than what they stand for, also in its direction, and the rest waits in the residual. With
-``magnitude="projection"`` the scale is the sum of squares over the sum of magnitudes, and they have its length in that
-direction (Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS 2021, arXiv:2105.08339, section 3,
-without the rotation). This is for residuals that decay, with which shorter blocks would be smaller steps. If the
-squares of a block leave the range of fp32, it has the mean magnitude.
+The scale with ``magnitude="mean"`` is the mean magnitude, as in the paper: no other has so small an error. A decoded
+block is then shorter than the original, even along its direction; the residual keeps the rest. With
+``magnitude="projection"`` the scale is the sum of squares over the sum of magnitudes, and a decoded block has the
+length of the original in that direction (Vargaftik et al., "DRIVE: One-bit Distributed Mean Estimation", NeurIPS
+2021, arXiv:2105.08339, section 3, without the rotation). This is for residuals that decay, with which shorter blocks
+would be smaller steps. If the squares of a block leave the range of fp32, it has the mean magnitude.
 
 Wire format (``Maps`` payload, 1 bit per element): bit 1 means ``+scale``, also for zeros, bit 0 means ``-scale``.
 Size in bytes: ``16 + field(4 * blocks) + field(n / 8)``.

@@ -186,7 +186,7 @@ def record(
     except fx.proxy.TraceError as error:
         raise NotLowered(f"what it does depends on the values: {error}") from error
     except Exception as error:
-        raise NotLowered(f"it cannot be recorded: {type(error).__name__}: {error}") from error
+        raise NotLowered(f"the function cannot be recorded: {type(error).__name__}: {error}") from error
     results = results if isinstance(results, (tuple, list)) else (results,)
     statements: dict[fx.Node, Statement] = {}
     for node in graph.nodes:  # also operations that no result needs: they might work in place

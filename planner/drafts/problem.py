@@ -185,8 +185,8 @@ class Problem:
         return known[1]
 
     def margin(self, predicted: Timeline) -> float:
-        """The relative error that a prediction is expected to have: that of the machine, or that of the prices of its
-        own stages if these are worse."""
+        """The relative error that a prediction is expected to have: the error of the machine, or of the prices of
+        its own stages if these are worse."""
         return max(self.machine.margin, predicted.error)
 
     def is_gain(self, step_s: float, none_s: float, margin: float = 0.0) -> bool:

@@ -48,7 +48,7 @@ def payload_nbytes_per_element(compressor: Compressor) -> float:
         MachineError: the method has no payloads of single vectors.
     """
     if not isinstance(compressor, Codec):
-        raise MachineError(f"{compressor.name}: neither encodes nor decodes; it has the works project and reconstruct")
+        raise MachineError(f"{compressor.name}: neither encodes nor decodes; its works are project and reconstruct")
     return compressor.payload_nbytes(_SAMPLE_NUMEL) / _SAMPLE_NUMEL
 
 

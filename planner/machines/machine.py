@@ -208,7 +208,7 @@ class Machine(Protocol):
 
     def copy(self, resource: Shared, nbytes: Floats) -> Price:
         """The price of copies of ``nbytes`` bytes: between device and host for ``TO_HOST`` and ``TO_DEVICE``, in the
-        memory of the device for the resource :attr:`computes_on`, in that of the host for ``CORES``."""
+        memory of the device for the resource :attr:`computes_on`, in the host's for ``CORES``."""
 
 
 class MachineError(ValueError):

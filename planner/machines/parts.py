@@ -92,7 +92,7 @@ class DescribedLink:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies between the memory of devices and that of their host.
+    """Copies between the memory of devices and the memory of their host.
 
     Attributes:
         bandwidth_byte_per_s: the bytes that are copied in a second, in each direction.

@@ -62,7 +62,8 @@ class Profile:
     """A measured machine. It implements :class:`~gckernels.planner.machines.machine.Machine`.
 
     The work of a collective on the link is its wire part (:meth:`~.curves.Curve.wire`) times the share of the link that
-    one such collective can use: two at once on two channels tell that share. CPU seconds are work on the cores.
+    one such collective can use; that share is measured by running two at once on two channels. CPU seconds are work on
+    the cores.
     """
 
     name: str  # its name, for people

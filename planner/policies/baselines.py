@@ -25,7 +25,7 @@ def none(problem: Problem) -> Plan:
 
 
 def all_(problem: Problem) -> Plan:
-    """The fastest plan that uses one compressor wherever that is allowed; without any compressor that of ``none``."""
+    """The fastest plan that uses one compressor wherever that is allowed; the plan of ``none`` without any."""
     plans = [uniform(problem, compressor) for compressor in problem.compressors if problem.users[compressor]]
     return fastest(problem, plans)
 
@@ -44,7 +44,7 @@ def uniform(problem: Problem, compressor: Compressor) -> Plan:
 
 
 def fastest(problem: Problem, plans: Sequence[Plan]) -> Plan:
-    """The plan with the shortest step on the timeline, the first one of equals; that of ``none`` if there is none."""
+    """The plan with the shortest step on the timeline, the first one of equals; of no plans ``none``."""
     return min(plans, key=problem.step_s) if plans else none(problem)
 
 

@@ -227,8 +227,8 @@ def _loaded_s(price: Price) -> Floats:
 def undominated(rows: Rows) -> Ints:
     """The options for which no other one is as good for every item, whatever the rest of the step.
 
-    One option is as good as another if its stages need the same lanes, and every one of them needs its lane no later
-    and ends no later, and it has no more work on any resource.
+    An option dominates another if it uses the same lanes, starts and ends each stage no later, and puts no more work on
+    any resource.
     """
     waits = rows.before_s.min(axis=0) < FAR_S
     same: dict[bytes, list[int]] = {}

@@ -207,7 +207,7 @@ def relative_error(plan: Plan, trace: ModelTrace) -> float:
     """The relative error of the whole gradient under a plan: the root of the mean of the squared errors of its tensors,
     weighted by the squared norms of their gradients.
 
-    Where the trace has no norms, all elements weigh alike. It is the error of the first encoding, that of each rank.
+    Where the trace has no norms, all elements weigh alike. Only the first encoding on each rank is counted.
 
     Raises:
         TraceError: the plan has a tensor that the trace does not have, or a compressor of which no error is known.

@@ -129,7 +129,7 @@ def agreed(
 
 
 def device_of(model: Any) -> torch.device:
-    """The device of a model's gradients; for anything else, that of the default group."""
+    """The device of a model's gradients; for anything else, the device of the default group."""
     if isinstance(model, torch.nn.Module):
         for parameter in model.parameters():
             if not parameter.is_meta:

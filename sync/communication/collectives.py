@@ -18,8 +18,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def device_of_group(group: dist.ProcessGroup) -> torch.device:
-    """The device of the gradients that a group averages: that of this process if the group has a backend for such
-    devices, otherwise the CPU. Names of backends do not say it, because the same one may have several."""
+    """The device of the gradients that a group averages: this process's device if the group has a backend for
+    it, otherwise the CPU. Names of backends do not say it, because the same one may have several."""
     types = {device.type for device in group._device_types}
     here = device_here()
     if here.type in types and group._get_backend(torch.device(here.type)).name() != dist.Backend.GLOO:

@@ -95,7 +95,7 @@ class AdamDirection:
     def _directed(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """The direction for a gradient."""
         if grad.is_sparse:
-            raise RuntimeError(f"gckernels: {_CALLER} has no directions of sparse gradients, as that of {name}")
+            raise RuntimeError(f"gckernels: {_CALLER} does not support sparse gradients; {name} has one")
         if name in self._made:
             raise RuntimeError(
                 f"gckernels: {name} has a second gradient since the last step, and {_CALLER} is for one backward in "

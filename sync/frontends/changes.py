@@ -88,7 +88,7 @@ class PlanChanges:
         """
         runtime = self._frontend.runtime
         if not self._frontend.is_open:
-            raise RuntimeError("change_plan: it is closed")
+            raise RuntimeError("change_plan: the attachment is closed")
         if not isinstance(plan, Plan):
             raise TypeError(f"change_plan: plan must be a Plan, got {type(plan).__name__}")
         if (problem := runtime.problem) is not None:
@@ -180,7 +180,7 @@ class PlanChanges:
 
         def check() -> tuple[Runtime, list[str]]:
             if not frontend.is_open:
-                raise RuntimeError("discard_step: it is closed")
+                raise RuntimeError("discard_step: the attachment is closed")
             if frontend.averaged != GRADIENTS:
                 raise RuntimeError("discard_step: updates are part of the parameters, and cannot be discarded")
             if (problem := frontend.runtime.problem) is not None:

@@ -134,8 +134,8 @@ class ModuleOptions:
         for name, value in vars(self).items():
             if value is not (default := getattr(ModuleOptions(), name)):
                 raise ValueError(
-                    f"{_CALLER}: {name} must be {default} for a model that is not bare, which has its own, "
-                    f"got {value!r}"
+                    f"{_CALLER}: {name} is only for bare modules; DDP and FSDP2 have their own setting; "
+                    f"leave it at {default}, got {value!r}"
                 )
 
 
@@ -264,7 +264,7 @@ class Request:
         return f"{advice}; strict=False averages exactly what does not fit the model" if self.strict else advice
 
     def for_vectors(self, compressor: Compressor) -> Compressor:
-        """The compressor of vectors beside that of all other parameters."""
+        """The compressor of vectors, where all other parameters have one of their own."""
         return Identity()
 
     def _plan(self, parameters: Mapping[str, torch.nn.Parameter], world_size: int) -> tuple[Plan, str]:

@@ -172,7 +172,7 @@ class Buffers:
         return held
 
     def rows(self, held: Held) -> torch.Tensor:
-        """The raw data ``held``, which is not that of gradients, ``[1, numel]`` or ``[ranks, numel]``."""
+        """The raw data ``held``, which are no gradients, ``[1, numel]`` or ``[ranks, numel]``."""
         if isinstance(held, Staged):
             return held.rows
         assert isinstance(held, Raw) and held.vector is not None

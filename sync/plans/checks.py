@@ -130,7 +130,7 @@ def _by_parameter(units: Iterable[UnitPlan]) -> dict[str, list[UnitPlan]]:
 
 
 def _mixed_launches(units: Sequence[UnitPlan], known: Mapping[str, torch.nn.Parameter]) -> list[str]:
-    """A text for each unit whose dtype is not that of its launch, in real numbers. A launch is one vector."""
+    """A text for each unit whose dtype, in real numbers, differs from its launch's. A launch is one vector."""
     first: dict[int, UnitPlan] = {}
     wrong = []
     for unit in units:

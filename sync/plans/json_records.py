@@ -78,7 +78,7 @@ def checked_fields(record: Any, file: str, error: type[ValueError], remedy: str)
     try:
         found = written(record)
     except (AttributeError, TypeError, ValueError, OverflowError) as problem:
-        raise error(f"{file}: it has values of wrong types: {problem}; {remedy}") from problem
+        raise error(f"{file}: some values have wrong types: {problem}; {remedy}") from problem
     read_fields(Entry(found, file, error, remedy), type(record))
     return found
 

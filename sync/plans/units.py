@@ -125,7 +125,7 @@ class UnitPlan:
         return bool(self.feedback) and isinstance(self.compressor, Codec) and self.compressor.encodes_residuals
 
     def encoder(self, kind: str) -> Compressor:
-        """The method of the encoding named ``kind``: the compressor for ``"worker"``, that of shards for all others."""
+        """The method of the encoding named ``kind``: the compressor for ``"worker"``, the shards' for others."""
         return self.compressor if kind == "worker" else self.compressor.shard_compressor
 
     def exactly(self, program: Program = ALLREDUCE) -> UnitPlan:

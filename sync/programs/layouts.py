@@ -245,7 +245,7 @@ class Shares:
         self.parts = self._ranks(self.split_levels)
 
     def piece(self, flow: Flow) -> Extent:
-        """The extent of the data that a rank has at ``flow``; for a shard, that of a full one."""
+        """The extent of the data that a rank has at ``flow``; for a shard, the extent of a full one."""
         if not any(opened.split for opened in flow.opened):
             return Extent()
         return Extent(self.parts, self._grains(flow))

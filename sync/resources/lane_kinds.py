@@ -137,7 +137,7 @@ class ThreadLane(Lane):
 
     @property
     def queues(self) -> tuple[Queue, Queue]:
-        """The queue, and that of the tasks that issue collectives."""
+        """The queue, and the queue of the tasks that issue collectives."""
         return self.queue, self._issuing
 
     def submit_stage(self, stage: Stage, after: Sequence[Token]) -> Token:

@@ -1,4 +1,4 @@
-"""The memories in which steps compute: that of the device with the gradients, and that of the host.
+"""The memories in which steps compute: the memory of the device with the gradients, and the host's.
 
 The buffers of a message have memory of their own there, or lie in an :class:`BufferArena`.
 """

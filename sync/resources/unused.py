@@ -44,8 +44,7 @@ class Unused:
         self._sent |= keys if sends else set()
 
     def keep(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Copy the tensors of unused units before they change, and return the copies of those that are not to be sent,
-        by the keys of their units.
+        """Back up tensors of unused units, and return the backups of units that must not be sent, by key.
 
         Args:
             tensors: residuals, parts of them, or others that are restored with them; with the keys of their units.

@@ -54,8 +54,9 @@ class Job:
         return any(bool(tensor.any()) for tensor in each)
 
     def parked_part(self, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-        """The part of a rank of a new job in what is parked, by parameter. Parts are means over the ranks, so each rank
-        of a job of another size takes the mean of the old parts.
+        """The parked gradient that one rank of the new job takes over, by parameter.
+
+        Parts are means over the ranks, so each rank of a job of another size takes the mean of the old parts.
 
         Args:
             world_size: the number of ranks of the new job.

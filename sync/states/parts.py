@@ -221,7 +221,7 @@ def _alone(unit: UnitPlan, numel: int) -> UnitPlan:
 
 
 def _mass(job: Job, unit: UnitPlan) -> torch.Tensor | None:
-    """The mass of a unit, ``[states, numel]`` in fp64, all of it as that of the first encoding; ``None`` if there is
+    """The mass of a unit, ``[states, numel]`` in fp64, all of it in the first encoding; ``None`` if there is
     none."""
     masses = job.masses(unit)
     add_to_first(masses, unit, masses.keys() - {_FIRST}, [_FIRST] if unit.has_residual(_FIRST) else [])

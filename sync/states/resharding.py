@@ -90,7 +90,7 @@ def _resharded(job: Job, old: UnitPlan, unit: UnitPlan, topology: Topology, rank
 
 
 def _has_room(encoding: EncodedRegion | None, piece: EncodedRegion) -> bool:
-    """Whether a rank alone can put the residual of ``piece`` into that of ``encoding``."""
+    """Whether a rank alone can put the residual of ``piece`` into the residual of ``encoding``."""
     if encoding is None or encoding.copies > 1:
         return False
     return piece.start >= piece.stop or (encoding.start <= piece.start and piece.stop <= encoding.stop)
@@ -116,7 +116,7 @@ def check_fit(old_plan: Plan, new_plan: Plan) -> None:
 def add_to_first(
     masses: dict[str, torch.Tensor], unit: UnitPlan, displaced: Collection[str], encoded: Collection[str]
 ) -> None:
-    """Move the masses of the kinds ``displaced`` into that of the first encoding, in place.
+    """Move the masses of the kinds ``displaced`` into the mass of the first encoding, in place.
 
     Only the last state is moved, the one that is encoded; momenta are dropped.
     """

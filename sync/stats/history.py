@@ -59,7 +59,7 @@ class Journal:
 
     @property
     def step_s(self) -> float | None:
-        """The median time of the steps since the last sample, else that of the last sample; ``None`` before both."""
+        """The median time of the steps since the last sample, else the last sample's median; ``None`` before both."""
         if self._step_s:
             return statistics.median(self._step_s)
         return self._samples[-1].step_s if self._samples else None

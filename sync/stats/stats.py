@@ -114,7 +114,7 @@ class Figures:
         return None if prediction is None else prediction.none_s
 
     def policy(self) -> str:
-        """The policy that has found the plan: its own, or else that of the last decision for it."""
+        """The policy that has found the plan: its own, or else the policy of the last decision for it."""
         plan = self._frontend.plan
         if plan.prediction is not None:
             return plan.prediction.policy

@@ -1,8 +1,8 @@
 """Decay of residuals in front of an optimizer that normalises gradients, such as Adam.
 
-Adam divides a gradient by the root of its second moment, which is that of the last gradients. A residual of a coarse
-compressor comes at a size that the second moment does not expect, and makes steps too long. Residuals that decay keep
-less back (``bench/training/updates.py``).
+Adam divides a gradient by the root of its second moment, a running mean over recent gradients. A residual of a
+coarse compressor comes at a size that the second moment does not expect, and makes steps too long. Residuals that decay
+keep less back (``bench/training/updates.py``).
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_multiplication_by_powers_of_two_is_exact():
 @parametrize(_takes_them, quick=QUICK)
 @cases("unit", [(1500, 1, torch.float32), (4200, 3, torch.bfloat16), (17, 2, torch.float32)])
 def test_encoding(compressor, implementation, unit):
-    """The payload is that of the decoded residual in fp32, and the new residual the rounded one of fp32."""
+    """The payload is made with the decoded residual in fp32, and the new residual the rounded one of fp32."""
     numel, chunks, dtype = unit
     size, grad = chunk_numel(numel, chunks) + 16, torch.randn(numel).to(dtype)
     old = encode_residual(torch.randn(numel) / 8, chunks, size)

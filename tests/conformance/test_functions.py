@@ -107,7 +107,7 @@ def test_output(compressor, dtype):
 
 @parametrize(among=DEFAULTS)
 def test_a_small_unit_in_chunks(compressor):
-    """Payloads of chunks can be as large as that of the whole unit; ``chunks`` says that they are not sources."""
+    """Payloads of chunks can be as large as the whole unit's; ``chunks`` says that they are not sources."""
     encode_it, decode_it, _ = functions(compressor)
     payload = encode_it(torch.randn(20), chunks=2)
     want = decode(HOST, compressor, payload[None], torch.empty(20))

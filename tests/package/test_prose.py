@@ -21,8 +21,10 @@ OPENING = re.compile(r"(?:\A|[.!?]\s+|\n\s*\n\s*(?:- )?|\n\s*- )(What|Of|Those|T
 GENITIVE = re.compile(r"^ +\w+(?:, \w+)*: (of|that|those|and)\b", re.MULTILINE)
 COMMENT = re.compile(r"# (what|of|those|that|and)\b", re.IGNORECASE)
 WORD = re.compile(r"\b(mend|mends|mended|reckon\w*|so many|belongs? into|(?:make|makes|made) good for|told by)\b")
-FIRST = re.compile(r"\b(tells?|as many as|the ones? that)\b")
+FIRST = re.compile(r"\b(tells?|as many as|the ones? that|that of)\b")
 """Banned in the first sentence of a docstring."""
+SUBJECT = re.compile(r"(?:\A|[:;.] )(it (?:is|was|has|had|does|did|can|cannot|could|must|needs|would|will))\b")
+"""A clause of an error text whose subject is a pronoun: the error has to name the thing."""
 MARKUP = re.compile(r":\w+:`[^`]*`|``[^`]*``")
 MOST_WORDS = 32
 """The largest number of words in the first sentence of a docstring."""
@@ -42,6 +44,10 @@ def faults(path: Path) -> Iterator[str]:
             yield from (f"{node.body[0].lineno}: {found.group()}" for found in FIRST.finditer(first))
             if len(first.split()) > MOST_WORDS:
                 yield f"{node.body[0].lineno}: a first sentence of {len(first.split())} words"
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            constants = (each for each in ast.walk(node.exc) if isinstance(each, ast.Constant))
+            texts = ((each.lineno, each.value) for each in constants if isinstance(each.value, str))
+            yield from (f"{line}: {found.group(1)}" for line, text in texts for found in SUBJECT.finditer(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (f"{node.lineno}: {found.group()}" for found in WORD.finditer(node.value))
         for name in (getattr(node, field, None) for field in ("id", "arg", "attr", "name")):
@@ -85,11 +91,15 @@ def test_documents_are_plain(path):
 def test_every_construction_is_found(tmp_path):
     path = tmp_path / "module.py"
     long = f'def f():\n    """It tells {"very " * 32}much."""\n'
+    long += 'def g():\n    """The size, or that of x."""\n    raise ValueError(f"size: it is {x}; it must be y")\n'
     path.write_text(
         '"""What it is. Of a rank.\n\nArgs:\n    rank: of this process.\n"""\n'
         "most_nbytes = 1  # of a bucket\nraise ValueError(f'told by {most_nbytes}')  # mends it\n" + long
     )
     assert sorted(faults(path)) == [
+        "11: that of",
+        "12: it is",
+        "12: it must",
         "1: Of ...",
         "1: What ...",
         "1: rank: of ...",

@@ -201,7 +201,7 @@ class Straight(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """A layer whose backward is a backward of its own inside that of the model."""
+    """A layer whose backward is a backward of its own inside the model's."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def test_blocks_end_at_branches_and_begin_at_labels():
 
 
 def test_of_two_paths_with_the_same_accesses_the_shorter_one_counts():
-    """A slow branch, such as that of a division whose operands are denormal, is left out."""
+    """A slow branch, such as the branch of a division whose operands are denormal, is left out."""
     slow = code(
         "LDG.E.128 R4, desc[UR4][R2.64]", "@P0 BRA `(.L_x_1)", "CALL.REL.NOINC `(_slow)", "FADD R0, R0, R0", ".L_x_1",
         "MUFU.RCP R0, R0", "EXIT",

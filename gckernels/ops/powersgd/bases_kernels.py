@@ -160,7 +160,7 @@ def _replace(
     RANK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Replace a piece: of the factor by that of the basis if it is finished, of the columns otherwise."""
+    """Replace a piece of the factor by a piece of the basis if it is finished, otherwise a piece of the columns."""
     index, at = tl.arange(0, RANK).to(tl.int64), first + tl.arange(0, BLOCK)
     offsets, mask = index[:, None] * length + at[None, :], (index < rank)[:, None] & (at < length)[None, :]
     given = _piece(factor_ptr, columns_ptr, first, rank, length, FIRST, RANK, BLOCK)

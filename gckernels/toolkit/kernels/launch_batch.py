@@ -137,7 +137,7 @@ class Temporaries:
 
 
 class RepeatedUnit:
-    """The launches of one unit, with what is ``added`` to its seed."""
+    """The launches of one unit, whose seed is offset by ``added``."""
 
     def __init__(self, recorded: RecordedLaunches, added: torch.Tensor | None = None) -> None:
         self._temporaries = Temporaries(recorded.temporaries)

@@ -82,7 +82,7 @@ def _parts(units: Sequence[RecordedLaunches]) -> Iterator[list[RecordedLaunches]
 
 
 class _SharedLaunches:
-    """The launches that units share, with what is ``added`` to all seeds."""
+    """The launches that units share, whose seeds are offset by ``added``."""
 
     def __init__(self, units: Sequence[RecordedLaunches], added: torch.Tensor | None) -> None:
         self._added = added

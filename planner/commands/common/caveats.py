@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,16 +132,22 @@ class Caveats:
             CommandError: it has none.
         """
         if (spec := short_spec(method)) in self.unpriced:
-            raise bad_data(f"{self.problem.machine.name}: it has no good price of {spec}", self._remedy)
+            raise bad_data(f"{self.problem.machine.name}: {_unpriced([spec])}", self._remedy)
 
     @property
     def _lacking(self) -> str:
-        return f"it has no good price of {', '.join(self.unpriced)}"
+        return _unpriced(self.unpriced)
 
     @property
     def _remedy(self) -> str:
         specs = " ".join(map(shlex.quote, self.allowed))
         return f"gckernels profile --compressors {specs} -o FILE measures all that are allowed"
+
+
+def _unpriced(specs: Sequence[str]) -> str:
+    """The clause that a machine has no good prices of some compressors."""
+    exact = " (uncompressed tensors)" if "Identity" in specs else ""
+    return f"no reliable price for {', '.join(specs)}{exact}"
 
 
 _LEAST_RATE, _LONGEST_S = 1e6, 1.0

@@ -58,7 +58,7 @@ class Advice:
 
     @property
     def of_all(self) -> bool:
-        """Whether the plan is the best of all policies, and not that of one which was named."""
+        """Whether the plan is the best of all policies, and not of one which was named."""
         return self.choice.asked == "auto"
 
     @property
@@ -91,7 +91,7 @@ class Advice:
         return f"{DO_NOT.capitalize()}. {exact}: {gain}"
 
     def _step(self, row: Row) -> str:
-        """The step with the plan of a row, beside that of none."""
+        """The step with the plan of a row, beside the step without compression."""
         band = replace(self.band, margin=row.margin)
         return f"{duration(row.step_s)} ({band.text(row.step_s)}) instead of {duration(self.choice.none.step_s)}"
 

@@ -120,7 +120,7 @@ def _keys_of(plan: Plan, name: str) -> set[str]:
     keys = {unit.key for unit in plan.units if name == unit.key or name in unit.parameters}
     if not keys:
         near = difflib.get_close_matches(name, [unit.key for unit in plan.units], n=3) or [plan.units[0].key]
-        raise wrong_use(f"--unit: the plan has no unit {name!r}; it has {', '.join(near)}")
+        raise wrong_use(f"--unit: the plan has no unit {name!r}, but {', '.join(near)}")
     return keys
 
 

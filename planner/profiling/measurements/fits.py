@@ -47,8 +47,8 @@ def curve_of(points: Sequence[CallCost]) -> Curve:
     extrapolated from the others. Sizes that take little more than the latency differ by chance: their sum counts as
     one, because a step has many small messages.
 
-    One size that was disturbed spoils the prices around it, the last one those of everything larger. So the error is
-    no less than that of any size which neither the other sizes nor another moment confirm.
+    One size that was disturbed spoils the prices around it, the last one those of everything larger. So one size
+    that disagrees with the others, and with a second measurement, sets the error.
     """
     ordered = sorted(points, key=lambda point: point.nbytes)
     return _curve_through(ordered, _error_of(ordered))

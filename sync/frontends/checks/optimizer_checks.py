@@ -22,7 +22,7 @@ _PROPORTIONAL = (torch.optim.SGD, torch.optim.ASGD, torch.optim.LBFGS)
 
 
 def normalises(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer makes steps whose length does not follow that of gradients, as those of Adam's class and
+    """Whether an optimizer makes steps whose length does not follow its gradients', as optimizers of Adam's class and
     Muon do. It holds for all that are not of SGD's class, because their settings do not show it: Muon and Lion have no
     second moments, and RMSprop has no ``betas``. Other packages have SGD by names such as ``FusedSGD``."""
     is_named = any("SGD" in each.__name__ and "Sign" not in each.__name__ for each in type(optimizer).__mro__)
@@ -184,5 +184,5 @@ def refuse_steps_in_backward(caller: str, parameters: Mapping[str, torch.nn.Para
 
 
 def _momentum(group: dict[str, Any]) -> bool:
-    """Whether an optimizer's parameter group has a momentum: that of SGD, or the first moment of Adam."""
+    """Whether an optimizer's parameter group has a momentum: SGD's, or the first moment of Adam."""
     return bool(group.get("momentum", 0)) or bool(group.get("betas", (0,))[0])

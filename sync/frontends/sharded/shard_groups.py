@@ -193,7 +193,7 @@ class ShardGroup:
         )
 
     def shard_of(self) -> tuple[int, int] | None:
-        """The number of the shards of this rank, and that of all; ``None`` if there is only one."""
+        """The index of this rank's shards, and the number of all shards; ``None`` if there is only one."""
         ranks = getattr(self._alive.mesh_info, "shard_mesh_size", 1)
         return (self._alive.mesh_info.shard_mesh_rank, ranks) if ranks > 1 else None
 

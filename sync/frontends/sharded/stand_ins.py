@@ -50,10 +50,10 @@ class ShardComm:
 
 
 class ReplicaGroup(dist.ProcessGroup):
-    """A process group whose all-reduce is a function. Everything else is that of the group for which it stands.
+    """A process group whose all-reduce is a function. All other attributes are those of the group it replaces.
 
     Args:
-        inner: the group for which it stands.
+        inner: the group it replaces.
         average: takes the vector and the operation of each all-reduce. If it returns ``False`` or ``None``, ``inner``
             reduces.
     """

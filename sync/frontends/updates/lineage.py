@@ -107,8 +107,8 @@ class Lineage:
             if not self._knows(standing, standings[newest]):
                 raise RuntimeError(
                     f"regroup: rank {each} of the group has other parameters than rank {newest} had after as many "
-                    "rounds: it has averaged updates without it, or continues another job; let it begin anew, with "
-                    "sync.attach over itself alone"
+                    f"rounds: rank {each} has averaged updates without the others, or continues another job; let it "
+                    "begin anew, with sync.attach over itself alone"
                 )
         return True, [""]
 

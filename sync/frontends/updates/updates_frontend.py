@@ -193,7 +193,7 @@ class UpdatesFrontend(UpdatesState):
             RuntimeError: the group may not change now.
         """
         if not self.is_open:
-            raise RuntimeError("regroup: it is closed")
+            raise RuntimeError("regroup: the attachment is closed")
         if (self._taken or self._steps.begun) and not self._has_failed:
             taken, every = self._taken, self._round.every
             raise RuntimeError(
@@ -232,7 +232,7 @@ class UpdatesFrontend(UpdatesState):
 
     @torch.no_grad()
     def _after_step(self, number: int, ends: bool) -> None:
-        """Count a step, if it ends with that of an optimizer. Let a fragment arrive if it is time, and send the next
+        """Count a step, if it ends with an optimizer's step. Let a fragment arrive if it is time, and send the next
         one. Exact rounds at the start have one step each, and send all fragments together."""
         if self._is_away:
             return

@@ -119,7 +119,7 @@ class UpdatesRequest(Request):
 
     @property
     def anchors_on(self) -> torch.device | None:
-        """The device of the anchors; ``None`` for that of the model.
+        """The device of the anchors; ``None`` for the model's.
 
         Raises:
             ValueError: there is none of that name.

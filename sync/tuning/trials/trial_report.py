@@ -54,7 +54,7 @@ class Tried:
         return f"{self.plan} ({self.policy.partition(':')[0]})"
 
     def times(self, plain_s: float) -> str:
-        """The predicted and the measured time of a step, the latter beside that of a plain one."""
+        """The predicted and the measured time of a step, the latter beside a plain step's."""
         predicted = "" if self.predicted_s is None else f"predicted {duration(self.predicted_s)}, "
         return f"{predicted}measured {duration(self.measured_s)} ({change(self.measured_s, plain_s)})"
 
@@ -122,7 +122,7 @@ def overtaken(step: int, trace: ModelTrace, race: Race, before: int, why: str, w
 
 
 def _finite(seconds: float) -> float | None:
-    """A time; ``None`` for that of a plan that has had no turn."""
+    """A time; ``None`` if the plan has had no turn."""
     return seconds if math.isfinite(seconds) else None
 
 

@@ -1,4 +1,4 @@
-"""The running phase: a plan runs, its steps and residuals are watched, and it is compared with others now and then.
+"""The watch over a plan that runs: its steps and residuals are read, and it is compared with others now and then.
 
 Every ``yield`` is a training step. All ranks see the same windows, so they come to the same actions at the same steps.
 """

@@ -70,7 +70,7 @@ def test_a_machine_without_a_price_of_any_allowed_compressor_is_refused(trace, t
         capsys, "plan", trace, machine, "--compressors", "QSGD", "EFSignSGD", "--policy", "all", "-o", str(out), *more
     )
     assert code == 3 and shown == "" and not out.exists() and errors.count("\n") == 1
-    assert f"{machine}: it has no good price of QSGD, EFSignSGD; gckernels profile --compressors QSGD EFS" in errors
+    assert f"{machine}: no reliable price for QSGD, EFSignSGD; gckernels profile --compressors QSGD EFS" in errors
 
 
 def test_what_was_disturbed_makes_predictions_less_certain(trace, tmp_path, capsys):
@@ -113,12 +113,12 @@ def test_compressors_without_a_price_are_named_and_left_out(trace, tmp_path, cap
     arguments = ("plan", trace, machine, "--compressors", "Cast16", "BlockQuant(bits=4)", "--policy", "all")
     code, shown, errors = run_text(capsys, *arguments)
     assert code == 0 and "Allowed compressors: Cast16.\n" in shown
-    assert "it has no good price of BlockQuant(bits=4), so plans do without" in errors
+    assert "no reliable price for BlockQuant(bits=4), so plans do without" in errors
     assert "gckernels profile --compressors Cast16 'BlockQuant(bits=4)' -o FILE" in errors
     _, found = run_json(capsys, *arguments)
     assert found["unpriced"] == ["BlockQuant(bits=4)"] and found["allowed"] == ["Cast16"]
     code, _, errors = run_text(capsys, *arguments[:-1], "all:BlockQuant(bits=4)")
-    assert code == 3 and "it has no good price of BlockQuant(bits=4); gckernels profile" in errors
+    assert code == 3 and "no reliable price for BlockQuant(bits=4); gckernels profile" in errors
 
 
 def test_an_explanation_needs_no_price_of_what_the_plan_does_not_use(trace, tmp_path, capsys):
@@ -126,7 +126,7 @@ def test_an_explanation_needs_no_price_of_what_the_plan_does_not_use(trace, tmp_
     made = run_text(capsys, "plan", trace, machine, "--compressors", "EFSignSGD", "--policy", "all", "-o", plan)
     assert made[0] == 0
     code, _, errors = run_text(capsys, "explain", trace, machine, plan, "--messages", "0")
-    assert code == 0 and "it has no good price of Cast16, " in errors
+    assert code == 0 and "no reliable price for Cast16, " in errors
 
 
 SHAPELESS, ON_VECTORS = "needs the shapes of matrices, which the trace does not have", "for matrices, and all"

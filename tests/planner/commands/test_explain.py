@@ -65,7 +65,7 @@ def test_one_unit_with_every_compressor(made, capsys):
 
 def test_an_unknown_unit_is_refused_with_those_that_are_near(made, capsys):
     code, _, errors = run_text(capsys, *made[2], "--unit", "2.wheight")
-    assert code == 2 and "has no unit '2.wheight'; it has 2.weight" in errors
+    assert code == 2 and "has no unit '2.wheight', but 2.weight" in errors
 
 
 def test_faster_links_and_codecs_never_hurt(made, capsys):

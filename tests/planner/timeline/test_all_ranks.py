@@ -1,4 +1,4 @@
-"""The timeline of one rank is that of a whole cluster, whose ranks and machines are all simulated, where it says so.
+"""The timeline of one rank equals a whole cluster's, whose ranks and machines are all simulated, where it says so.
 
 All ranks are alike in programs without roots. With roots inside machines they do different things, and only the links
 that devices share make one rank's work slow down another's. So the timeline is right if links alone are limited.

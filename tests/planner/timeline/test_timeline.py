@@ -189,7 +189,7 @@ def test_a_link_carries_more_where_roots_are_on_few_machines(roots, uneven_s):
 
 
 def test_the_work_of_other_roots_delays_a_message_and_loads_nothing_here():
-    """Each rank is the root of one of two tensors, and the timeline is that of the root of the larger one, ``a``.
+    """Each rank is the root of one of two tensors, and the timeline is the one of the larger tensor's root, ``a``.
 
     There, two payloads of ``a`` are decoded and the result encoded in 8 seconds of the device: from 10 on at half
     speed, until backward ends at 16, then beside the encoding of ``b``, until 20, then alone, until 23. The same takes

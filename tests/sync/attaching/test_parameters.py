@@ -226,7 +226,7 @@ def _under_an_attachment(model: nn.Module) -> nn.Module:
 _KEPT: list[Any] = []
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "FSDP2 with a group": (_hybrid, "ValueError: attach: process_group must be None for a model that is not bare"),
+    "FSDP2 with a group": (_hybrid, "ValueError: attach: process_group is only for bare modules"),
     "a DTensor": (
         lambda: attach(_first_layer(), BlockQuant()),
         "TypeError: attach: parameter 0.weight is a DTensor",

@@ -129,7 +129,7 @@ def dropped(front: str) -> tuple[list[str], bool, str]:
 def test_without_copies_residuals_are_dropped_and_that_is_said_once(front):
     for texts, is_empty, error in values_of(run_ranks(2, dropped, front)):
         assert len(texts) == 1 and "can_discard=True" in texts[0]
-        assert is_empty and error == "discard_step: it is closed"
+        assert is_empty and error == "discard_step: the attachment is closed"
 
 
 # -------------------------------------------------------------------- gradients that are thrown away

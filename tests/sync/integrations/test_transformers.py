@@ -192,7 +192,7 @@ def test_trials_that_were_not_over_begin_anew_with_what_was_not_sent(tmp_path):
 
 
 def resumed_elsewhere(folder):
-    """The errors of a training that is resumed without a state, and with that of another checkpoint."""
+    """The errors of a training that is resumed without a state, and with the state of another checkpoint."""
     plan, at = "BlockQuant(bits=4)", f"{folder}/checkpoint-{SAVED}"
     texts = []
     trained(folder, Compression(plan))

@@ -1,4 +1,4 @@
-"""The number of a step, which is added to all seeds, lies in memory and is that of the step, however it is reached."""
+"""The number of a step, which is added to all seeds, lies in memory and is right, however the step is reached."""
 
 from __future__ import annotations
 

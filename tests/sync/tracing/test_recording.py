@@ -105,7 +105,7 @@ def record(model, warmup):
 
 
 def compared(run):
-    """The trace of a recorded training, and whether every step equals that of the unrecorded one."""
+    """The trace of a recorded training, and whether every step equals the unrecorded one's."""
     plain, _ = train(run)
     of_others = set(optimizers._global_optimizer_post_hooks)  # attachments of earlier tests in this process
     digests, recording = train(run, record)
@@ -162,7 +162,7 @@ def test_a_recorded_training_is_the_same_on_two_ranks(name):
 
 
 def test_a_recorded_training_is_the_same_on_three_ranks():
-    """The order of addition is that of DDP, because its buckets are the same."""
+    """The order of addition is DDP's, because its buckets are the same."""
     assert all(same for same, _ in values_of(run_ranks(3, compared, RUNS["mlp"])))
 
 

@@ -1,4 +1,4 @@
-"""Memory of a tuned training: at most that of two plans in trials, and that of the plan that runs after them."""
+"""Memory of a tuned training: at most two plans' in trials, and the running plan's after them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ranks import run_ranks, values_of
 
 
 def test_errors_cost_steps():
-    """0.12 is the error of 4 bits, 0.65 that of signs, 0.87 that of sparse values."""
+    """0.12 is the error of 4 bits, 0.65 of signs, 0.87 of sparse values."""
     found = [slowdown(error) for error in (0.0, 0.12, 0.4, 0.65, 0.87)]
     assert found == pytest.approx([1.0, 1.01, 1.12, 1.34, 1.70], abs=0.005)
 

@@ -146,7 +146,7 @@ def test_a_plan_that_was_given_stays_unless_another_rule_does_not_allow_it(rules
 
 
 def before_the_rule(folder):
-    """Plans of a training whose rule begins later than that of the job that it continues."""
+    """Plans of a training whose rule begins later than the rule of the job that it continues."""
     saved = Training("ddp", "safe", FOUR)
     saved.train(0, STEPS + 4)
     load = ended(saved, "own", folder)

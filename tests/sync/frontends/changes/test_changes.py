@@ -215,7 +215,7 @@ def disagree(front: str) -> list[str]:
     training.train(2)
     training.check()
     training.handle.close()
-    with pytest.raises(RuntimeError, match="change_plan: it is closed"):
+    with pytest.raises(RuntimeError, match="change_plan: the attachment is closed"):
         training.handle.change_plan(known["ring"])
     return errors
 

@@ -1,4 +1,4 @@
-"""The mean of updates is that of a plain loop, and the parameters are the same on all ranks."""
+"""The mean of updates equals the mean in a plain loop, and the parameters are the same on all ranks."""
 
 from __future__ import annotations
 

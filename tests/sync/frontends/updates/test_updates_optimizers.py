@@ -217,7 +217,7 @@ def closed_in_any_order() -> None:
 
 
 class Prepared(torch.optim.Optimizer):
-    """A wrapper as that of Accelerate: it is an optimizer that calls no hooks of its own."""
+    """A wrapper like Accelerate's: it is an optimizer that calls no hooks of its own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
