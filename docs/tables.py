@@ -107,9 +107,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "kernels.md": _with_part(FOLDER / "kernels.md", pipes.markdown(pipes.read_table(PIPES))),
         FOLDER / "lanes.svg": svg(),
         measured / "steps.md": _with_part(measured / "steps.md", "\n\n".join(step_tables.all_tables())),
-        measured / "auto.md": _with_part(
-            measured / "auto.md", auto_tables.steps_table(), auto_tables.choices_table(), auto_tables.race_table()
-        ),
+        measured / "auto.md": _with_part(measured / "auto.md", auto_tables.steps_table(), auto_tables.choices_table()),
         measured / "accuracy.md": _with_part(
             measured / "accuracy.md",
             training_tables.accuracy_table(trained),

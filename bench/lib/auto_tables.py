@@ -13,7 +13,6 @@ from bench.lib.rounds import markdown, markdown_of_cells
 from bench.lib.step_tables import arm_name, bits_per_s, network_name, rate_name, short_time
 
 PATH = RESULTS / "cpu" / "auto.csv"
-RACE = RESULTS / "cpu" / "race.csv"
 MODELS = {
     "digits": "digits, 0.15 M",
     "fashion_mnist": "Fashion-MNIST, 0.21 M",
@@ -70,27 +69,6 @@ def chosen_compressors(chosen: str) -> str:
     found = re.findall(r"(\d+(?:\.\d+)?)% (.+?)(?: through \w+)?(?:, (?=\d)|$)", chosen)
     parts = [(round(float(share)), name) for share, name in found if float(share) >= 1]
     return ", ".join(f"`{name}`" if share >= 99 else f"{share}% `{name}`" for share, name in parts) or chosen
-
-
-def race_table(path: Path = RACE) -> str:
-    """A line for every cell: steps with the best of uniform plans, and with predicted plans behind them.
-
-    They are fractions of plain DDP's. Beside each stands after how many steps it was chosen.
-    """
-    head = ["", "plain DDP", "again", "`BlockQuant(bits=4)`"]
-    head += ["uniform plans alone", "after", "with predictions", "after"]
-    lines = []
-    for where, arms in _cells(read_csv(path)):
-        cells = [
-            _name(where),
-            short_time(arms[PLAIN]["median_s"]),
-            _ratio(arms, AGAIN),
-            _ratio(arms, "BlockQuant(bits=4)"),
-        ]
-        for arm in (f"auto, {SAFE}", f"predicted, {SAFE}"):
-            cells += [f"**{_ratio(arms, arm)}**", _stands_after(arms[arm])]
-        lines.append(cells)
-    return markdown_of_cells(head, lines)
 
 
 def _stands_after(row: StepRow) -> str:
