@@ -25,7 +25,6 @@ from bench.lib.record import RESULTS, read_csv
 from bench.lib.rounds import markdown, markdown_of_cells
 from docs import console
 from docs.lanes import svg
-from gckernels.testing.documented import sources
 from gckernels.toolkit.sparsifier.entries import VALUE_BITS
 from harness.machine_code import pipes
 
@@ -37,7 +36,7 @@ PIPES = RESULTS / "pipes.csv"
 
 def operators_table() -> str:
     """One row for every compressor of the package."""
-    head = ["class", "bits per element", f"bytes of {NUMEL:,} elements", "feedback", "adds up", "random", "source"]
+    head = ["class", "bits per element", f"bytes of {NUMEL:,} elements", "feedback", "adds up", "random"]
     rows = []
     for name, cls in _classes():
         if not issubclass(cls, gckernels.Codec):
@@ -53,7 +52,6 @@ def operators_table() -> str:
                 yes[compressor.traits.needs_feedback] + ("" if compressor.traits.conserves else ", a momentum"),
                 yes[compressor.traits.summable],
                 yes[compressor.traits.stochastic] + (", unbiased" if compressor.traits.unbiased else ""),
-                "; ".join(sources(cls)) or "",
             ]
         )
     return markdown_of_cells(head, rows)

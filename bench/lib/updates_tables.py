@@ -188,13 +188,14 @@ def best_rates(rows: Sequence[Mapping[str, str]]) -> dict[str, Results]:
 
 
 def best_table(path: Path = UPDATES) -> str:
-    """A row for every arm, with the mean difference of its loss to plain DDP's for each network and optimizer.
+    """A row for every arm of several networks, with the mean difference of its loss to plain DDP's for each.
 
     Differences are of the same seeds, and both have the rates that are best for them. Bits are those sent with the
     first network.
     """
     found = best_rates(read_csv(path))
-    arms = dict.fromkeys(arm for results in found.values() for arm in results if arm != PLAIN)
+    arms = [arm for arm in dict.fromkeys(arm for results in found.values() for arm in results) if arm != PLAIN]
+    arms = [arm for arm in arms if sum(arm in results for results in found.values()) >= min(2, len(found))]
     sent = {arm: f"{results[arm][0]:.2f}" for results in reversed(found.values()) for arm in results}
     plain = (statistics.fmean(results[PLAIN][1].values()) for results in found.values())
     lines = [["plain DDP", "32", *(f"{loss:.3f}" for loss in plain)]]
