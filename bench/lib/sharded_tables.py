@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def _error(error: str) -> str:
 
 
 def accuracy_table(steps: int = STEPS, path: Path = TRAINING) -> str:
-    """A row for every arm, with the differences of its bits per byte after training to FSDP's own collectives."""
+    """A row for every arm, with the difference of its bits per byte after training to FSDP's own collectives."""
     bits: dict[str, dict[int, float]] = {}
     for row in read_csv(path):
         if int(row["steps"]) == steps:
@@ -54,8 +55,9 @@ def accuracy_table(steps: int = STEPS, path: Path = TRAINING) -> str:
     for arm, found in sorted(bits.items()):
         if arm != NATIVE:
             each = [found[seed] - bits[NATIVE][seed] for seed in sorted(found)]
-            table.append([_name(arm), f"{statistics.fmean(each):+.4f}", ", ".join(f"{one:+.4f}" for one in each)])
-    return markdown_of_cells(["attached", "mean difference", "of each seed"], table)
+            error = statistics.stdev(each) / math.sqrt(len(each)) if len(each) > 1 else math.nan
+            table.append([_name(arm), f"{statistics.fmean(each):+.4f}", f"{error:.4f}", str(len(each))])
+    return markdown_of_cells(["attached", "mean difference", "standard error", "seeds"], table)
 
 
 def _name(arm: str) -> str:
