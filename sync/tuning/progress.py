@@ -28,7 +28,7 @@ class Progress:
     found: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Errors that made the guard replace a compressor, by parameter and compressor."""
     why_anew: str = ""  # why tuning begins anew though a job is continued; empty if it does not
-    pace: Pace | None = None  # the pace of its running phase
+    pace: Pace | None = None  # the pace at which the plan that runs is compared with others
     trace: ModelTrace | None = None  # the trace of saved trials that no longer count; None if there are none
     is_given: bool = False  # whether the training had given the plan itself
 

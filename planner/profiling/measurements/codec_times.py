@@ -109,8 +109,8 @@ def _times(session: Session, arena: Arena, method: Compressor, works: Sequence[S
     messages = [low_rank_message(session, arena, method, case, start) for start in starts]
     kinds = [stage.spec.kind for stage in messages[0].stages]
     at = [index for index, kind in enumerate(kinds) if kind in works]
-    phases = [[message.stages[index].work for message in messages] for index in at]
-    times = dict(zip(at, timed(session, arena, phases, case.sets), strict=True))
+    stages = [[message.stages[index].work for message in messages] for index in at]
+    times = dict(zip(at, timed(session, arena, stages, case.sets), strict=True))
     return [_mean([time for index, time in times.items() if kinds[index] == work]) for work in works]
 
 
@@ -124,17 +124,17 @@ def _rounds(session: Session) -> int:
     return -(-session.extent.rounds // _MOMENTS)
 
 
-def timed(session: Session, arena: Arena, phases: Sequence[Sequence[Work]], sets: int) -> list[Timed]:
-    """Seconds and CPU seconds of a call, for each phase. Collective; the slowest rank counts.
+def timed(session: Session, arena: Arena, works: Sequence[Sequence[Work]], sets: int) -> list[Timed]:
+    """Seconds and CPU seconds of a call, for each kind of work. Collective; the slowest rank counts.
 
-    Calls have buffers of their own, which are in no cache. A phase has several rounds of ``sets`` calls, of which the
+    Calls have buffers of their own, which are in no cache. Each kind has several rounds of ``sets`` calls, of which the
     quickest one counts: a pause of the machine is longer than a call.
     """
-    for calls in phases:
+    for calls in works:
         for call in calls:
             call()  # buffers get their memory in the first call
     quick: list[float] = []
-    for calls in phases:
+    for calls in works:
         rounds = []
         arena.flush()
         for first in range(0, sets * _rounds(session), sets):

@@ -10,7 +10,7 @@ from ...traces.model_trace import ModelTrace
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome of trials, on which the running phase builds."""
+    """The outcome of trials, on which the watch over the plan that runs builds."""
 
     trace: ModelTrace  # the recorded steps
     accuracy: AccuracyLike  # the rule of accuracy

@@ -1,4 +1,4 @@
-"""The running phase: windows of a training become decisions and changes of the plan."""
+"""The watch over a plan that runs: windows of a training become decisions and changes of the plan."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FakeTraining(TunedTraining):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs a plan for some windows; returns the training, the race and the running phase. Turns of comparisons take the
+    """Runs a plan for some windows; returns the training, the race and the watch. Turns of comparisons take the
     seconds that ``turns_s`` says, by compressors."""
     windows: list[Window] = []
 
