@@ -17,7 +17,7 @@ help: ## list the targets
 
 # tests of several ranks often wait, so others run meanwhile
 WORKERS = $(shell expr $$(nproc) + 2)
-PART_kernels := tests/conformance tests/ops tests/toolkit
+PART_kernels := tests/conformance tests/ops tests/patches tests/toolkit
 PART_planner := tests/planner tests/sync/reporting
 PART_package := bench/tests tests/package tests/support
 PART_sync := $(filter-out $(PART_planner),$(wildcard tests/sync/*))

@@ -34,7 +34,7 @@ class SourceDistribution(sdist):
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        for part in ("sync", "planner"):
+        for part in ("sync", "patches", "planner"):
             os.symlink(f"../{part}", Path(base_dir, "gckernels", part))
 
 

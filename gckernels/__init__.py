@@ -1,7 +1,8 @@
 """Gradient compression for PyTorch: fused kernels, drop-in ops, compressors.
 
 ``gckernels`` has the algorithms and does not communicate; ``gckernels.sync`` sends encoded gradients;
-``gckernels.planner`` predicts the time that this takes, and chooses plans.
+``gckernels.planner`` predicts the time that this takes, and chooses plans. ``gckernels.patches`` writes what changed
+between two versions of weights.
 """
 
 from types import ModuleType as _ModuleType

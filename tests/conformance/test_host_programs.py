@@ -17,6 +17,8 @@ from gckernels.ops import QSGD, ChunkTopK, OneBit
 from gckernels.ops.chunktopk import host as chunktopk_host
 from gckernels.ops.powersgd import host as powersgd_host
 from gckernels.ops.randomk import host as randomk_host
+from gckernels.patches.format import host as patches_host
+from gckernels.patches.format.kinds import BF16, BYTES, KINDS
 from gckernels.testing.configurations import CONFIGURATIONS
 from gckernels.toolkit.cast import host as cast_host
 from gckernels.toolkit.host import compilers
@@ -30,7 +32,7 @@ ABOUT_OPTIONS = {"clang": ("-Wno-unknown-warning-option", "-Wno-overriding-t-opt
 """Disables a warning about the options rather than the program: clang warns if one option resets a part of another."""
 SUITE = (
     *("test_equivalence.py", "test_feedback.py", "test_merging.py", "test_robustness.py", "test_batches.py"),
-    *("../ops/test_powersgd_ops.py", "../ops/test_powersgd_bases.py"),
+    *("../ops/test_powersgd_ops.py", "../ops/test_powersgd_bases.py", "../patches/test_patch_codes.py"),
 )
 
 
@@ -54,6 +56,8 @@ def sources() -> Iterator[str]:
         yield cast_host.program(dtype)
     for module in (powersgd_host, randomk_host, sparsifier_host):
         yield module.program()
+    for kind in KINDS:
+        yield patches_host.program(kind)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,7 @@ def test_a_program_of_each_family_has_no_warnings(named, processor, tmp_path):
         *(quantizer_host.program(OneBit(), False), quantizer_host.program(QSGD(), True)),
         *(chunktopk_host.program(ChunkTopK()), cast_host.program(torch.bfloat16)),
         *(powersgd_host.program(), randomk_host.program(), sparsifier_host.program()),
+        *(patches_host.program(BF16), patches_host.program(BYTES)),
     )
     for source in programs:
         (tmp_path / "host.c").write_text(source)

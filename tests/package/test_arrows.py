@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINKED = ("sync", "planner")
-"""The folders beside ``gckernels/`` to which it has links, the lower one first."""
+LINKED = ("sync", "patches", "planner")
+"""The folders beside ``gckernels/`` to which it has links, the lower ones first."""
 PURE = (
     *(f"sync/{room}" for room in ("programs", "plans", "traces", "accuracy")),
     *(f"planner/{room}" for room in ("machines", "timeline", "drafts", "search", "policies", "auto", "choice")),
@@ -101,19 +101,27 @@ def folders() -> dict[str, set[str]]:
 
 
 def test_there_are_arrows():
-    assert all(len(arrows(folder)) > 300 for folder in ("gckernels", *LINKED))
+    assert all(len(arrows(folder)) > 300 for folder in ("gckernels", "sync", "planner")) and len(arrows("patches")) > 50
     assert {floor_of(name) for name, _ in arrows(*LINKED)} >= {*PURE, "sync/frontends", "sync/engine", "sync/tuning"}
 
 
 def test_compressors_know_nothing_of_communication():
-    above = ("gckernels.sync", "gckernels.planner", "torch.distributed")
+    above = ("gckernels.sync", "gckernels.patches", "gckernels.planner", "torch.distributed")
     assert [arrow for arrow in library() if is_in(arrow[1], *above)] == []
+
+
+def test_patches_work_without_the_planner():
+    """The wire format knows neither stores nor ranks."""
+    assert [arrow for arrow in arrows("patches") if is_in(arrow[1], "gckernels.planner")] == []
+    mine = [arrow for arrow in arrows("patches") if floor_of(arrow[0]) == "patches/format"]
+    above = ("gckernels.sync", "torch.distributed", "gckernels.patches.chain")
+    assert mine and [arrow for arrow in mine if is_in(arrow[1], *above)] == []
 
 
 def test_the_synchronisation_works_without_the_planner():
     """A training loads the planner only if it is given something of it."""
     found = [(name, target) for name, path in modules("sync") for target in imports_of(name, path)]
-    assert [arrow for arrow in found if is_in(arrow[1], "gckernels.planner")] == []
+    assert [arrow for arrow in found if is_in(arrow[1], "gckernels.patches", "gckernels.planner")] == []
 
 
 def test_nothing_is_imported_by_a_string():
@@ -152,14 +160,14 @@ def test_what_is_for_tests_is_imported_by_tests():
     tools = [arrow for arrow in [*library(), *arrows(*LINKED)] if is_in(arrow[1], "gckernels.testing", "harness")]
     assert tools == []
     for_third_parties = [arrow for arrow in arrows("gckernels") if is_in(arrow[0], "gckernels.testing")]
-    above = ("gckernels.sync", "gckernels.planner", "harness")
+    above = ("gckernels.sync", "gckernels.patches", "gckernels.planner", "harness")
     assert [arrow for arrow in for_third_parties if is_in(arrow[1], *above)] == []
 
 
 def test_modules_are_in_folders():
     alone = {name for name, path in modules(*LINKED) if path.parent in [ROOT / folder for folder in LINKED]}
     planner = {f"gckernels.planner{module}" for module in ("", ".auto", ".choice")}
-    assert alone == {"gckernels.sync", *planner}
+    assert alone == {"gckernels.sync", "gckernels.patches", *planner}
 
 
 @pytest.mark.parametrize("room", PURE)

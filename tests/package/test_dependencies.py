@@ -20,7 +20,7 @@ from gckernels.requirements import TRITON
 from ranks import run_ranks, values_of
 
 PACKAGE = Path(gckernels.__file__).parent
-ABOVE, TESTING = (PACKAGE / "sync", PACKAGE / "planner"), PACKAGE / "testing"
+ABOVE, TESTING = tuple(PACKAGE / each for each in ("sync", "patches", "planner")), PACKAGE / "testing"
 
 
 def errors_of_imports() -> list[str]:
@@ -36,7 +36,7 @@ def errors_of_imports() -> list[str]:
         return "imported"
 
     errors, triton, system = [], sys.modules["triton"], sys.platform
-    for name in ("gckernels", "gckernels.sync", "gckernels.planner"):
+    for name in ("gckernels", "gckernels.sync", "gckernels.patches", "gckernels.planner"):
         sys.modules["triton"] = None
         errors.append(error_of(name))
         sys.modules["triton"] = triton
@@ -53,7 +53,7 @@ def test_the_import_says_what_is_missing():
         f"gckernels needs Triton, .*: pip install '{re.escape(TRITON)}'",
         "gckernels runs on Linux .*, not on darwin",
         "gckernels runs on Linux .*, not on win32",
-    ] * 3
+    ] * 4
     assert len(errors) == len(expected), errors
     for pattern, error in zip(expected, errors, strict=True):
         assert re.match(pattern, error), error
@@ -83,12 +83,12 @@ def test_tests_run_with_the_pythons_and_the_oldest_versions_that_the_metadata_al
 
 def test_a_checkout_is_a_whole_package_wherever_it_lies():
     """Python in the checkout's folder imports the checkout, whatever is installed, because relative links lead to
-    ``sync/`` and ``planner/``."""
-    for part in ("sync", "planner"):
+    ``sync/`` and the like."""
+    for part in ("sync", "patches", "planner"):
         assert os.readlink(Path(__file__).parents[2] / "gckernels" / part) == f"../{part}"
 
 
-def test_the_library_imports_neither_the_synchronisation_nor_the_planner():
+def test_the_library_imports_nothing_that_is_built_on_it():
     """The dependency goes one way. Two parts are excepted: ``__main__``, which is run and never imported, and
     ``testing``, which is for tests and benchmarks."""
     outside = (*ABOVE, TESTING, PACKAGE / "__main__.py")
@@ -96,7 +96,7 @@ def test_the_library_imports_neither_the_synchronisation_nor_the_planner():
     assert len(files) > 50
     for file in files:
         imported = set(_imports(ast.parse(file.read_text())))
-        assert not imported & {"sync", "planner", "testing", "__main__"}, file
+        assert not imported & {"sync", "patches", "planner", "testing", "__main__"}, file
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:

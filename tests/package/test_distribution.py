@@ -64,7 +64,7 @@ def archives(checkout) -> tuple[Path, Path]:
 def _sources(pattern: str) -> set[str]:
     """The files of the package in the checkout, under the names that they have when installed."""
     found = {str(path.relative_to(ROOT)) for path in (ROOT / "gckernels").rglob(pattern)}
-    for part in ("sync", "planner"):
+    for part in ("sync", "patches", "planner"):
         found |= {f"gckernels/{path.relative_to(ROOT)}" for path in (ROOT / part).rglob(pattern)}
     return found
 
@@ -87,7 +87,7 @@ def test_the_source_distribution_has_every_file_of_the_repository(archives):
     with tarfile.open(archives[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
-    assert {"conftest.py", "gckernels/sync", "gckernels/planner"} <= tracked  # the last two are links
+    assert {"conftest.py", "gckernels/sync", "gckernels/patches", "gckernels/planner"} <= tracked
     assert tracked - names == set()
 
 

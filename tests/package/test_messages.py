@@ -6,9 +6,9 @@ import ast
 from pathlib import Path
 
 import gckernels
-from gckernels import planner, sync
+from gckernels import patches, planner, sync
 
-FOLDERS = [Path(module.__file__).resolve().parent for module in (gckernels, sync, planner)]
+FOLDERS = [Path(module.__file__).resolve().parent for module in (gckernels, sync, patches, planner)]
 
 
 def _texts(tree: ast.AST) -> list[str]:

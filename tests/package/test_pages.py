@@ -11,13 +11,13 @@ import pytest
 import gckernels
 import gckernels.sync.lab
 from cases import cases
-from gckernels import planner, sync
+from gckernels import patches, planner, sync
 from pages import PAGES, ROOT, programs, run_program
 from ranks import run_ranks, values_of
 
 WITH_CODE = [page for page in PAGES if programs(page)]
 WRITTEN = ("bench/results/cuda",)  # written by the GPU targets
-FOLDERS = "bench|docs|examples|gckernels|planner|sync|tests"
+FOLDERS = "bench|docs|examples|gckernels|patches|planner|sync|tests"
 
 
 def _name(page):
@@ -41,7 +41,7 @@ def test_code_runs(page, tmp_path):
         pytest.skip(f"the rest has run; some examples need the extras {', '.join(sorted(missing))}")
 
 
-@pytest.mark.parametrize("module", [gckernels, sync, planner, sync.lab], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [gckernels, sync, patches, planner, sync.lab], ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_reference(module):
     reference = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "reference").glob("*.md"))
     directives = set(re.findall(r"^\.\. (?:auto|py:)\w+:: (?:gckernels\.)?(\w+)$", reference, re.MULTILINE))

@@ -14,6 +14,7 @@ import pytest
 from gckernels.ops.chunktopk import host as chunktopk_host
 from gckernels.ops.powersgd import host as powersgd_host
 from gckernels.ops.randomk import host as randomk_host
+from gckernels.patches.format import host as patches_host
 from gckernels.toolkit.cast import host as cast_host
 from gckernels.toolkit.host import cache as program_cache
 from gckernels.toolkit.host import compilers, library
@@ -22,7 +23,7 @@ from gckernels.toolkit.sparsifier import host as sparsifier_host
 
 BUILDS = (
     *(quantizer_host.build, cast_host.build, chunktopk_host.build, sparsifier_host.build),
-    *(powersgd_host.build, randomk_host.build),
+    *(powersgd_host.build, randomk_host.build, patches_host.build),
 )
 CACHES = (library.library, compilers.compiler, library.warn_once, program_cache._warn_once, *BUILDS)
 

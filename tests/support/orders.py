@@ -19,6 +19,7 @@ _SYNC = ROOT / "sync"
 _COPIED = (
     "gckernels",
     "sync",
+    "patches",
     "planner",
     "tests",
     "harness",
