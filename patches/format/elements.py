@@ -186,7 +186,7 @@ def elements_of(caller: str, layout: TensorLayout, find: Callable[[str], torch.T
         find: returns the tensor of a name.
 
     Raises:
-        ValueError: a tensor has another shape or type, shares memory with another one, or is not dense.
+        ValueError: a tensor has another shape or type, lies where another one lies, or is not dense.
     """
     pieces, copies, ranges = [], [], []
     for entry in layout.entries:
@@ -205,7 +205,7 @@ def elements_of(caller: str, layout: TensorLayout, find: Callable[[str], torch.T
     ranges.sort()
     for (device, _, end, name), (other_device, begin, _, other) in itertools.pairwise(ranges):
         if device == other_device and begin < end:
-            raise ValueError(f"{caller}: {name} and {other} share memory, and did not where they come from")
+            raise ValueError(f"{caller}: {name} and {other} lie in ranges of memory that overlap")
     for name, first in layout.tied.items():
         if find(name).data_ptr() != find(first).data_ptr() or find(name).stride() != find(first).stride():
             raise ValueError(f"{caller}: {name} is not the same memory as {first}, and is where they come from")

@@ -56,7 +56,7 @@ def apply(data: bytes, tensors: Tensors, *, key: bytes | None = None) -> None:
 
     Raises:
         PatchError: the patch is damaged, or for other tensors. Nothing is written.
-        TypeError, ValueError: something is no dense tensor, or shares memory with another one.
+        TypeError, ValueError: something is no dense tensor, or overlaps with another one.
     """
     elements = _elements("apply", tensors)
     found, part = _checked("the patch", data, elements, key)

@@ -15,7 +15,7 @@ offset nbytes
 72     8      the same after
 80     16 s   each of ``s`` spans: the number of the first element, and the number of elements
 \\      4 c    each of ``c`` chunks: its number of bytes, plus ``2**31`` if all of it is sent
-\\      ..     the chunks (:mod:`.reference`), one behind the other
+\\      ..     the chunks, one behind the other
 \\      32     SHA-256 of everything before it, or the HMAC with SHA-256 of it
 ====== ====== ================================================================
 

@@ -181,7 +181,7 @@ def test_what_has_no_bits_of_its_own_is_refused():
     one = torch.zeros(6).bfloat16()
     wrong = {
         "expanded": {"a": one[:1].expand(6)},
-        "share memory": {"a": one[:4], "b": one[2:]},
+        "overlap": {"a": one[:4], "b": one[2:]},
         "dense tensor": {"a": torch.zeros(3, 3).to_sparse()},
     }
     for reason, tensors in wrong.items():

@@ -1,0 +1,1 @@
+"""Versions of weights in a store: a publisher writes them, followers read them."""
