@@ -30,7 +30,7 @@ class Traceable(Protocol):
 
 
 class Elastic(Protocol):
-    """Lets ranks come and go, each of which has a state of its own beside that of its runtime."""
+    """Lets ranks come and go, each of which has a state of its own beside its runtime."""
 
     def regroup(self, ranks: Sequence[int] | None, park: Callable[[Sequence[UnitPlan]], None]) -> None:
         """Average over other ranks from the next step on. Collective over them.
