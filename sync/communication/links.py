@@ -11,7 +11,9 @@ directions.
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,7 @@ from ..programs.lanes import IN_FLIGHT
 ONE_WAY_NBYTES = 1 << 14
 """The bytes of a tensor from which directions have separate groups. Smaller ones delay nothing that comes behind them,
 and TCP is slower on connections that carry little data and that one way."""
-
+_NO_TAG = 1 << 16  # no exchange has it
 
 PEER = "gckernels_peer"
 """The attribute of an error that has the rank for which was waited, numbered as in the job."""
@@ -69,10 +71,8 @@ class RankConnections:
 
     def hang_up(self) -> None:
         """Close the connections, so that ranks that wait for this one fail, and what this rank has begun ends."""
-        from .hanging_up import hang_up
-
         for group in filter(_exists, self.groups):
-            hang_up(group)
+            _hang_up(group)
 
     def close(self) -> None:
         """Destroy the groups; further calls do nothing. Their threads end here, as nothing else refers to them."""
@@ -114,3 +114,20 @@ class RankConnections:
 def _exists(group: dist.ProcessGroup) -> bool:
     """Whether a group has not been destroyed, alone or with all others."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def _hang_up(group: dist.ProcessGroup) -> None:
+    """Close the connections of this rank in a group of Gloo, so that ranks that wait for it there fail.
+
+    A group that is destroyed keeps its connections as long as anything refers to its operations, as the traceback of an
+    error does. Gloo itself closes all of them when a receive times out.
+    """
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return
+    for other in range(group.size()):
+        if other != group.rank():
+            with suppress(RuntimeError):
+                received = torch.empty(1, dtype=torch.uint8, device="cpu")
+                work = dist.irecv(received, group=group, group_src=other, tag=_NO_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))

@@ -110,7 +110,7 @@ THREAD = "a thread or a process of the host is awaited"
 NO_ORDERS = {
     "communication/clocks.py StreamClock.seconds: synchronize": TIMES,
     "communication/clocks.py StreamClock.seconds: synchronize 2": TIMES,
-    "communication/hanging_up.py hang_up: wait": THREAD,
+    "communication/links.py _hang_up: wait": THREAD,
     "engine/failures.py failed_future: set_result": FAILURE,
     "engine/runtime.py Runtime.submit: set_result 3": FAILURE,
     "engine/timeline_recorder.py TimelineRecorder.record: synchronize": TIMES,
