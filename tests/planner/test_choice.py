@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gckernels.planner.choice import COMPARED, choose
+from gckernels.planner.choice import COMPARED, STARTS, choose
 from gckernels.planner.drafts.problem import ProblemError
 from gckernels.sync.plans.plan import Frontend, Plan
 from planning import random_problem
@@ -21,6 +21,13 @@ def test_a_choice_has_the_prediction_of_its_plan_and_a_row_of_every_policy():
     assert min(row.step_s for row in choice.rows) == choice.row.step_s
     assert choice.pays == (choice.row.step_s < choice.none.step_s)
     assert Plan.from_json(choice.plan.to_json()).prediction == prediction
+
+
+def test_auto_takes_a_faster_plan_of_a_policy_from_which_it_does_not_start(monkeypatch):
+    monkeypatch.setattr("gckernels.planner.auto._searched", lambda problem, starts: [])
+    problem = random_problem(3, Frontend.MODULE)
+    best = min((row for row in choose(problem, "none").rows), key=lambda row: row.step_s)
+    assert best.policy not in STARTS and choose(problem).row.step_s == best.step_s
 
 
 def test_a_compressor_can_be_named():
