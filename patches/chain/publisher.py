@@ -38,8 +38,8 @@ def publish(
     """A publisher of a model's weights. In an empty store it writes them as version 0; otherwise it goes on with the
     chain that is there.
 
-    Every rank of a distributed training calls it, and then ``publish`` of what it returns. Each rank writes its shards of an
-    FSDP2 model; what all ranks have, as with DDP, is written once.
+    Every rank of a distributed training calls it, and then ``publish`` of what it returns. Each rank writes its shards
+    of an FSDP2 model; what all ranks have, as with DDP, is written once.
 
     Args:
         model: a module, or tensors by name.

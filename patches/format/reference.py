@@ -19,9 +19,9 @@ little-endian, without gaps:
 **A subset** of ``count`` of ``numel`` numbers is written as the smaller one of itself and of what it leaves out. The
 gap to each member from the one before it, less one, is cut in two: the ``low`` lowest bits of all gaps come first,
 packed, then a string of bits (lowest first) with as many zeros as the upper part says and a one for each gap; it ends
-with the byte of the last one. ``low`` follows from the density (the function ``low_bits``). This is the code of Rice (1979),
-which for evenly spread members takes at most 0.1 bits per member more than the least that is possible, where the code
-of the sparsifiers' entries takes half a bit.
+with the byte of the last one. ``low`` follows from the density (the function ``low_bits``). This is the code of Rice
+(1979), which for evenly spread members takes at most 0.1 bits per member more than the least that is possible, where
+the code of the sparsifiers' entries takes half a bit.
 
 **All of a chunk.** One byte ``width``. With 0 the patterns follow as they are. Otherwise: a table of ``2**width - 1``
 classes, the most frequent ones; for each element a code of ``width`` bits, which is a place in the table, or the last

@@ -25,6 +25,7 @@ VERBS: Mapping[str, str] = {
     "plan": "choose a plan for a model on a machine, and say whether it pays, here and elsewhere",
     "explain": "say why a plan takes as long as it does, and what its choices are worth",
     "lab": "run a script on throttled links between network namespaces",
+    "patches": "write what changed between two checkpoints, without loss, or serve versions of weights",
     "compressors": "list the compressors with their defaults, or print the functions that are generated for one",
 }
 """The verbs and what each does, in the order of a new user's needs. ``planner/commands/VERB.py`` implements it."""
