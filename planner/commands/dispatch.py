@@ -141,6 +141,10 @@ def module_of(verb: str) -> Verb:
             from . import lab
 
             return lab
+        case "patches":
+            from . import patches
+
+            return patches
         case "compressors":
             from . import compressors
 

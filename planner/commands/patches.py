@@ -15,7 +15,7 @@ from gckernels.patches.format.safetensors_files import TensorFile, read_tensors
 
 from .common.console import Console
 from .common.files import add_outputs
-from .common.outcome import CommandError, Outcome, bad_data, wrong_use
+from .common.outcome import CommandError, Outcome, Part, bad_data, wrong_use
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HELP = "gckernels patches --help lists what can be done"
@@ -63,10 +63,10 @@ def run(given: argparse.Namespace, console: Console) -> Outcome:
         data = patches.diff(old.tensors, new.tensors, key=key)
     record = _figures(old, new, len(data))
     if given.action == "show":
-        return Outcome(_text_of(record), record)
+        return Outcome([Part(_text_of(record), record)])
     if given.output is None:
         raise wrong_use("diff writes a patch", "name it with -o FILE")
-    return Outcome(_text_of(record), record, {given.output: data})
+    return Outcome([Part(_text_of(record), record)], {given.output: data})
 
 
 def _apply(given: argparse.Namespace, old: TensorFile, key: bytes | None) -> Outcome:
@@ -79,7 +79,7 @@ def _apply(given: argparse.Namespace, old: TensorFile, key: bytes | None) -> Out
             raise wrong_use(f"{given.patch}: {error.strerror}", _HELP) from None
         patches.apply(data, old.tensors, key=key)
     record = {"digest": f"{patches.digest(old.tensors):016x}", "tensors": len(old.tensors)}
-    return Outcome(f"digest {record['digest']}", record, {given.output: old.content()})
+    return Outcome([Part(f"digest {record['digest']}", record)], {given.output: old.content()})
 
 
 def _serve(given: argparse.Namespace, console: Console) -> Outcome:
