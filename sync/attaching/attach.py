@@ -123,7 +123,7 @@ def attach(
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
-    updates = how if isinstance(how, Updates) else None
+    updates, wrapped = how if isinstance(how, Updates) else None, model
     if updates is not None and isinstance(model, DistributedDataParallel):
         model = model.module  # names are those of the module, as elsewhere
     frontend: type[ModelFrontend] = frontend_of(model) if updates is None else updates.frontend
@@ -148,7 +148,7 @@ def attach(
         left_out=ranks_own(model, exclude) if updates or not frontend.kind.traits.is_wrapped else frozenset(),
     )
     if updates is not None:
-        request = updates.request(model, request)
+        request = updates.request(model, wrapped, request)
 
     def check() -> tuple[Plan, list[str]]:
         if not isinstance(model, torch.nn.Module):

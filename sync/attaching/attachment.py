@@ -12,7 +12,7 @@ import torch
 from ..engine.recorded_step import RecordedStep
 from ..frontends.changes import PlanChanges
 from ..frontends.checks.caller_modes import outside_inference_mode
-from ..frontends.frontend import FrontendCalls, ModelFrontend
+from ..frontends.frontend import UPDATES, FrontendCalls, ModelFrontend
 from ..frontends.listeners import Listeners
 from ..frontends.parking import Parking
 from ..frontends.request import Request
@@ -27,6 +27,7 @@ from ..tuning.auto import Auto
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
+    from ..frontends.updates.updates_frontend import UpdatesFrontend
     from ..tuning.tuning import Tuning
     from .checkpoint import Checkpoint
     from .saving import SavedTraining
@@ -162,6 +163,44 @@ class Attachment:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters whose gradients are averaged, by their plain names in the module."""
         return self._frontend.parameters()
+
+    def shared(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which all ranks have the same model, to evaluate it or to save it::
+
+            with attachment.shared():
+                loss = evaluate(model)
+
+        Inside a round of :class:`~gckernels.sync.Updates`, parameters and averaged buffers have the values of the last
+        synchronisation, and get those of this rank back at the end. The context takes a copy of the model then, and
+        communicates nothing. States that are saved inside have the parameters of this rank. Everywhere else it changes
+        nothing.
+
+        Raises:
+            RuntimeError: an optimizer makes a step inside.
+        """
+        return contextlib.nullcontext() if (updates := self._updates) is None else updates.shared()
+
+    def end_round(self) -> None:
+        """Average now what a round of :class:`~gckernels.sync.Updates` has changed so far, for the end of a training
+        that is in the middle of one. Every rank calls it, between the same two steps. All ranks have the same
+        parameters then. It does nothing where they have already.
+
+        Raises:
+            RuntimeError: only some of several optimizers have made a step, or the model has loaded a ``state_dict``, or
+                a rank is gone.
+        """
+        if (updates := self._updates) is not None:
+            updates.end_round()
+
+    @property
+    def _updates(self) -> UpdatesFrontend | None:
+        """The front end, if it averages updates."""
+        if self._frontend.averaged != UPDATES:
+            return None
+        from ..frontends.updates.updates_frontend import UpdatesFrontend
+
+        assert isinstance(self._frontend, UpdatesFrontend)
+        return self._frontend
 
     # ---------------------------------------------------------------- steps
 

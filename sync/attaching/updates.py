@@ -45,8 +45,8 @@ class Updates:
     Parameters and buffers become those of rank 0. Floating-point buffers that are saved with the model, such as the
     statistics of batch norm, become their mean after each round; all other buffers are each rank's own. Clipping sees
     the gradient of one rank. All ranks make the same number of steps. Inside a round the parameters differ between
-    ranks, so evaluate and save models between rounds. A model that loads a ``state_dict`` later on makes the next step
-    raise an error, because the next mean would undo it.
+    ranks, so evaluate and save models between rounds, or in :meth:`~gckernels.sync.Attachment.shared`. A model that
+    loads a ``state_dict`` later on makes the next step raise an error, because the next mean would undo it.
 
     With ``fragments`` a round sends the model in parts, one after the other, and with ``delay`` the training goes on
     until the mean of a part arrives, beside the communication (Streaming DiLoCo, Douillard et al., arXiv:2501.18512)::
@@ -59,7 +59,9 @@ class Updates:
     parameters with which the round began, the state of ``outer``, and residuals. In a job of another size, each rank
     goes on with the means of the parameters and of the states of ``optimizer``.
 
-    The model is a module with parameters on one device. Ranks of a site may share it, in DistributedDataParallel or by
+    The model is a module with parameters on one device. If it is a DistributedDataParallel model over the ranks that
+    average updates, that averages no gradients until ``close``, as in its ``no_sync``. Nor does ``fully_shard`` over
+    its replicas, which average updates by default. Ranks of a site may share it, in DistributedDataParallel or by
     ``fully_shard``, with process groups that are less than all ranks; ``process_group`` then has one rank of each site.
     Frozen parameters are not sent.
 
@@ -97,7 +99,7 @@ class Updates:
     :func:`~gckernels.sync.attach` checks the attributes, so that all ranks raise alike.
     """
 
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     plan: Plan | Compressor | str | Auto = _SAFE
     _: KW_ONLY
     every: Every = 1
@@ -124,13 +126,15 @@ class Updates:
 
         return UpdatesFrontend
 
-    def request(self, model: object, given: Request) -> UpdatesRequest:
+    def request(self, model: object, wrapped: object, given: Request) -> UpdatesRequest:
         """The request of these settings for a model.
 
         Args:
             model: the model.
+            wrapped: the model as it was given, perhaps in DistributedDataParallel.
             given: the request of the other arguments of ``attach``.
         """
+        from ..frontends.silence import silence_of
         from ..frontends.updates.schedule import Schedule
         from ..frontends.updates.site_parameters import without_elements
         from ..frontends.updates.updates_request import PLAIN_MEAN, UpdatesRequest
@@ -153,6 +157,7 @@ class Updates:
             anchor_device=self.anchor_device,
             scalers=() if given.grad_scaler is None else _listed(given.grad_scaler),
             scale_steps=self.scale_steps,
+            silence=silence_of(wrapped, given.group),
         )
 
 

@@ -1,10 +1,10 @@
-"""The front ends of models, each of which is imported when there is a model that it serves."""
+"""The front ends of models and the silences of their wrappers, each of which is imported when a model needs it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +14,7 @@ from .checks.models import is_sharded
 
 if TYPE_CHECKING:
     from .frontend import ModelFrontend
+    from .silence import Silence
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class Served:
     kind: Frontend  # their kind
     serves: Callable[[object], bool]  # whether an object is one of them
     frontend: Callable[[], type[ModelFrontend]]  # returns the front end, a class
+    silence: Callable[[], Callable[[Any], Silence]] | None = None
+    """Returns the class that silences what averages the gradients of such a model; ``None`` if nothing does that could
+    be silent."""
 
 
 def served_by(model: object) -> Served:
@@ -55,10 +59,22 @@ def _ddp() -> type[ModelFrontend]:
     return DdpFrontend
 
 
+def _silent_ddp() -> type[Silence]:
+    from .ddp.silent_ddp import SilentDdp
+
+    return SilentDdp
+
+
 def _replicated() -> type[ModelFrontend]:
     from .sharded.replicated_frontend import ReplicatedFrontend
 
     return ReplicatedFrontend
+
+
+def _silent_replicas() -> type[Silence]:
+    from .sharded.silent_replicas import SilentReplicas
+
+    return SilentReplicas
 
 
 def _fully_sharded() -> type[ModelFrontend]:
@@ -74,8 +90,8 @@ def _module() -> type[ModelFrontend]:
 
 
 SERVED = [
-    Served(Frontend.DDP, lambda model: isinstance(model, DistributedDataParallel), _ddp),
-    Served(Frontend.HSDP, _has_replicas, _replicated),
+    Served(Frontend.DDP, lambda model: isinstance(model, DistributedDataParallel), _ddp, _silent_ddp),
+    Served(Frontend.HSDP, _has_replicas, _replicated, _silent_replicas),
     Served(Frontend.FSDP, is_sharded, _fully_sharded),
     Served(Frontend.MODULE, lambda model: True, _module),
 ]

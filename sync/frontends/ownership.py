@@ -115,6 +115,7 @@ def refuse_wrapped(
     parameters: Mapping[str, torch.nn.Parameter],
     advice: str = "attach to that model",
     over: Collection[int] = (),
+    but: DistributedDataParallel | None = None,
 ) -> None:
     """Raise a ValueError that names a parameter if a DDP model without an attachment averages it.
 
@@ -123,11 +124,14 @@ def refuse_wrapped(
         parameters: the parameters, by name.
         advice: the end of the message.
         over: ranks of the job. Only a DDP model over all of these is refused.
+        but: a DDP model that is not refused.
     """
 
     def wrapped() -> Iterator[str]:
         names = {id(parameter): name for name, parameter in parameters.items()}
         for ddp_model in _ddp_models():
+            if ddp_model is but:
+                continue
             found = [names[id(each)] for each in ddp_parameters(ddp_model).values() if id(each) in names]
             if found and (not over or set(over) <= set(dist.get_process_group_ranks(ddp_model.process_group))):
                 yield found[0]

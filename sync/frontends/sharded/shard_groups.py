@@ -258,11 +258,12 @@ def _has_gradient(parameter: Any, fills: bool) -> bool:
 def shard_groups(model: torch.nn.Module) -> list[ShardGroup]:
     """The groups of a model that have the mesh of its first one, each once, in the order of its modules. A module
     without own parameters has none."""
-    found = _all_groups(model)
+    found = all_groups(model)
     return [group for group in found if group.mesh == found[0].mesh]
 
 
-def _all_groups(model: torch.nn.Module) -> list[ShardGroup]:
+def all_groups(model: torch.nn.Module) -> list[ShardGroup]:
+    """The groups of a model, each once, in the order of its modules."""
     names = {
         (id(module), name): plain_name(f"{prefix}.{name}" if prefix else name)
         for prefix, module in model.named_modules()

@@ -68,6 +68,7 @@ class RoundBuffers:
 
     Attributes:
         lines: a text for each buffer, the same on all ranks.
+        before: the values with which the round has begun, by name.
     """
 
     def __init__(self, model: torch.nn.Module, left_out: frozenset[str], device: torch.device) -> None:
@@ -97,7 +98,7 @@ class RoundBuffers:
 
     def begin(self) -> None:
         """Begin with buffers that are the same on all ranks."""
-        self._before = {name: each.clone() for name, each in self.values().items()}
+        self.before = {name: each.clone() for name, each in self.values().items()}
         self._listed: list[str] = []
 
     def receive(self, group: dist.ProcessGroup, source: int) -> None:
@@ -146,14 +147,14 @@ class RoundBuffers:
                 sent = arrival.sent.get(name, own).to(own)
                 moved = mean + (own - sent)
                 own.copy_(moved.clamp(torch.minimum(mean, own), torch.maximum(mean, own)))
-                self._before[name] = mean.clone()
+                self.before[name] = mean.clone()
         self._listed = changed
 
     def _is_new(self, name: str, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Whether a buffer is not what it was when the round began, without waiting for a device."""
-        if name not in values or name not in self._before:
+        if name not in values or name not in self.before:
             return self._truth(True)
-        return (self._before[name] != values[name]).any().to(self._device, self._dtype)
+        return (self.before[name] != values[name]).any().to(self._device, self._dtype)
 
     def _truth(self, value: bool) -> torch.Tensor:
         return torch.full((), float(value), dtype=self._dtype, device=self._device)
@@ -180,7 +181,7 @@ class RoundBuffers:
     def state_dict(self) -> dict[str, Any]:
         """Copies of the buffers of this rank, of those with which the round has begun, and the names of those that are
         sent at once."""
-        return {"values": copied(self.values()), "before": copied(self._before), "listed": [*self._listed]}
+        return {"values": copied(self.values()), "before": copied(self.before), "listed": [*self._listed]}
 
     def check(self, state: Any) -> None:
         """Raise a ValueError unless :meth:`load` may be given a state."""
@@ -197,7 +198,7 @@ class RoundBuffers:
         for name, each in values.items():
             if name in state["values"]:
                 each.copy_(state["values"][name])
-        self._before = {name: before[name].to(each, copy=True) for name, each in values.items() if name in before}
+        self.before = {name: before[name].to(each, copy=True) for name, each in values.items() if name in before}
         self._listed = [*state["listed"]]
 
     def read(self, state: Any) -> BufferArrival | None:

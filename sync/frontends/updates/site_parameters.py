@@ -7,7 +7,7 @@ averages its shards with the ranks of other sites that have the same ones.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -46,10 +46,26 @@ def with_elements(parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, tor
     return {name: each for name, each in parameters.items() if values_of(each).numel()}
 
 
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
+    """Let FSDP2 gather the parameters of some modules, and of those inside, anew, because their shards have changed."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for each in {inner for module in modules for inner in module.modules() if isinstance(inner, kind)}:
+        each.reshard()
+
+
 def shard_lines(
-    caller: str, parameters: Mapping[str, torch.nn.Parameter], process_group: dist.ProcessGroup
+    caller: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    process_group: dist.ProcessGroup,
+    has_replicas: bool = False,
 ) -> list[str]:
     """Texts about the shards of parameters, which must be the same on all ranks that average their updates.
+
+    Args:
+        caller: the function that was called, for errors.
+        parameters: the parameters, by name.
+        process_group: the ranks.
+        has_replicas: whether these may be replicas of the same shards, because FSDP averages nothing over them.
 
     Raises:
         ValueError: some of these ranks have other shards than this one.
@@ -59,10 +75,14 @@ def shard_lines(
         if not isinstance(parameter, _dtensor()):
             continue
         mesh, placements = cast(Any, parameter).device_mesh, cast(Any, parameter).placements
-        if shared := sorted(ranks.intersection(mesh.mesh.flatten().tolist()) - {dist.get_rank()}):
+        own = mesh.get_coordinate()
+        sharding = [dim for dim, each in enumerate(placements) if not each.is_replicate()]
+        replicas = mesh.mesh[tuple(own[dim] if dim in sharding else slice(None) for dim in range(mesh.ndim))]
+        allowed = set(replicas.flatten().tolist()) if has_replicas else {dist.get_rank()}
+        if shared := sorted(ranks.intersection(mesh.mesh.flatten().tolist()) - allowed):
             raise ValueError(
                 f"{caller}: process_group must have one rank of each site, which have the same shards, but {name} is "
                 f"sharded over rank {shared[0]} as well, which is in process_group"
             )
-        lines.add(f"shard {mesh.get_coordinate()} of {tuple(mesh.shape)}, {placements}")
+        lines.add("shard " + ", ".join(f"{own[dim]} of {mesh.shape[dim]}, {placements[dim]}" for dim in sharding))
     return sorted(lines)

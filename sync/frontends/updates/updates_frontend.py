@@ -25,7 +25,9 @@ from ...plans.builders import resumable
 from ...plans.plan import Frontend, Plan, UnitPlan
 from ...plans.strides import in_reals
 from ..checks.hooks import ModelHook, weakly
+from ..frontend import ModelFrontend
 from ..request import ModuleOptions, Request
+from ..silence import silence_of
 from .anchors import Arrival
 from .schedule import Round
 from .site_parameters import values_of
@@ -41,6 +43,13 @@ class UpdatesFrontend(UpdatesState):
     kind = Frontend.MODULE
     checked_plan = staticmethod(checked_plan)
 
+    @staticmethod
+    def groups(model: Any, process_group: dist.ProcessGroup | None, /) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """By default the replicas of a model that has some, and otherwise all ranks."""
+        if process_group is None and (silence := silence_of(model)) is not None:
+            process_group = silence.group
+        return ModelFrontend.groups(model, process_group)
+
     def __init__(self, model: torch.nn.Module, plan: Plan, request: UpdatesRequest) -> None:
         super().__init__(model, plan, request)
         self._made_group: dist.ProcessGroup | None = None
@@ -49,6 +58,8 @@ class UpdatesFrontend(UpdatesState):
         self._take(self.new_runtime(plan))
 
     def register(self) -> Sequence[torch.nn.Module]:
+        if self.request.silence is not None:
+            self.request.silence.begin()
         self._steps.watch()
         hook, modules = ModelHook(weakly(self._note_load)), self.modules
         self._handles = [
@@ -59,6 +70,8 @@ class UpdatesFrontend(UpdatesState):
 
     def unregister(self) -> None:
         self._steps.remove()
+        if self.request.silence is not None:
+            self.request.silence.end()
         for handle in self._handles:
             handle.remove()
 
@@ -210,6 +223,10 @@ class UpdatesFrontend(UpdatesState):
         """Check the parameters, and note where the step of an optimizer begins."""
         if self._has_failed:
             raise self.runtime.problem or RuntimeError("gckernels: a round has failed; regroup lets other ranks go on")
+        if self._lent is not None:
+            raise RuntimeError(
+                "gckernels: an optimizer makes a step in shared() of the attachment, which would be lost"
+            )
         self._check_parameters()
         self._moved |= self._members.trained()
         if self._scales is not None and not self._is_away:
@@ -258,6 +275,26 @@ class UpdatesFrontend(UpdatesState):
             self._send(running, fragment)
         if self._scales is not None:
             self._scales.end_measuring()
+        self._has_failed = False
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """Average now what the round that runs has changed, and what is on its way. Collective.
+
+        Raises:
+            RuntimeError: a step of the training is not complete, or the model has loaded other parameters, or the
+                average fails.
+        """
+        if not self.is_open or not self.is_inside or self._is_away:
+            return
+        if self._steps.begun:
+            raise RuntimeError("end_round: some optimizers have made their part of a step, and others have not")
+        self._check_parameters()
+        self._has_failed = True  # unless it comes to its end
+        if (arriving := self._arriving) is not None:
+            self._arrive(arriving)
+        self._begun, self._taken = self._begun + self._taken, 0
+        self._send(Round(), 0)
         self._has_failed = False
 
     def _note_gradients(self, number: int) -> None:

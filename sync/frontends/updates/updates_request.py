@@ -23,6 +23,7 @@ from ..members import listed, refuse_unknown
 from ..module.module_checks import frozen_lines, planned_of
 from ..ownership import refuse_claimed, refuse_wrapped
 from ..request import Request
+from ..silence import Silence
 from .round_buffers import RoundBuffers
 from .schedule import Schedule
 from .site_parameters import own_parameters, shard_lines, values_of
@@ -43,7 +44,12 @@ SCALED_ROUND = 4
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesRequest(Request):
-    """The settings of ``sync.Updates``, which documents them, beside the arguments of ``attach``."""
+    """The settings of ``sync.Updates``, which documents them, beside the arguments of ``attach``.
+
+    Attributes:
+        silence: what averages the gradients of the model over the ranks that average updates, and does not meanwhile;
+            ``None`` if nothing does.
+    """
 
     argument: ClassVar[str] = "Updates: plan"
     others: ClassVar[str] = "a Plan, an Auto"
@@ -55,6 +61,7 @@ class UpdatesRequest(Request):
     anchor_device: torch.device | str | None
     scalers: Sequence[GradScaler]
     scale_steps: bool | None
+    silence: Silence | None
 
     @property
     def compresses_from(self) -> int:
@@ -69,6 +76,11 @@ class UpdatesRequest(Request):
         Raises:
             TypeError: one is none, or calls no hooks.
         """
+        if any(each is None for each in self.given_optimizers):
+            raise TypeError(
+                "Updates: optimizer must be given, as an optimizer or a list of them, got None; only the integrations "
+                "of trainers find the optimizers themselves"
+            )
         return [hooked("Updates", each) for each in self.given_optimizers]
 
     def check(self, parameters: dict[str, torch.nn.Parameter]) -> str:
@@ -175,11 +187,12 @@ class UpdatesRequest(Request):
     def refuse_averaged(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         """Raise a ValueError if DistributedDataParallel averages gradients over all ranks that average updates."""
         advice = (
-            "over all ranks that average updates; give the module without that wrapper, or let DistributedDataParallel "
-            "average inside a site alone"
+            "over all ranks that average updates; give that model, which then averages no gradients, or the module "
+            "without a wrapper, or let DistributedDataParallel average inside a site alone"
         )
         if len(ranks := dist.get_process_group_ranks(self.group)) > 1:
-            refuse_wrapped(_CALLER, parameters, advice, ranks)
+            silent = None if self.silence is None else self.silence.averages
+            refuse_wrapped(_CALLER, parameters, advice, ranks, but=silent)
 
 
 def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[str]]:
@@ -194,6 +207,8 @@ def checked_plan(model: torch.nn.Module, request: Request) -> tuple[Plan, list[s
     refuse_without_values(_CALLER, parameters)
     refuse_several_devices(_CALLER, parameters)
     refuse_claimed(_CALLER, parameters)
+    if request.silence is not None:
+        request.silence.check(_CALLER)
     request.refuse_averaged(parameters)
     plan, lines = fitting(request, parameters)
     return plan, [*lines, *RoundBuffers(model, request.left_out, request.device).lines]
@@ -203,7 +218,7 @@ def fitting(request: Request, parameters: dict[str, torch.nn.Parameter]) -> tupl
     """The plan of a request for some parameters, and the texts that must be the same on all ranks."""
     assert isinstance(request, UpdatesRequest)
     settings = request.check(parameters)
-    shards = shard_lines(_CALLER, parameters, request.group)
+    shards = shard_lines(_CALLER, parameters, request.group, has_replicas=request.silence is not None)
     values = {name: torch.nn.Parameter(values_of(each), each.requires_grad) for name, each in parameters.items()}
     plan, summary = request.checked(planned_of(request.plan, values))
     for unit in plan.units:

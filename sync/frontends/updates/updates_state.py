@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from .lineage import Lineage
 from .optimizer_states import check_optimizers, check_tensors, copied, mean_of
 from .optimizer_steps import OptimizerSteps
 from .round_buffers import RoundBuffers
-from .site_parameters import own_parameters, values_of, with_elements
+from .site_parameters import own_parameters, reshard, values_of, with_elements
 from .step_scales import StepScales
 from .updates_request import UpdatesRequest
 
@@ -55,6 +56,7 @@ class UpdatesState(ModelFrontend):
         self._lineage = Lineage()
         self._scales: StepScales | None = None
         self._has_loaded = False
+        self._lent: list[tuple[torch.Tensor, torch.Tensor]] | None = None  # in shared(), what is exchanged
         self._moved = {*values}  # parameters trained since the last mean, or that may differ from anchors otherwise
 
     def _before_step(self, number: int) -> None:
@@ -70,6 +72,45 @@ class UpdatesState(ModelFrontend):
         """The values of the parameters that this rank has, by name."""
         return {name: values_of(each) for name, each in self.parameters().items()}
 
+    # ---------------------------------------------------------------- parameters in common
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the parameters of this rank may differ from those of others now."""
+        is_between = not self._taken and not self._steps.begun and self._arriving is None
+        return not is_between or self._is_away or self.request.schedule.fragments > 1
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """A context in which parameters and averaged buffers have the values of the last synchronisation.
+
+        Raises:
+            RuntimeError: an optimizer makes a step inside.
+        """
+        if self._lent is not None or not self.is_open or not self.is_inside:
+            yield
+            return
+        values, buffers = self._values(), self._round_buffers.values()
+        common = {name: self._anchors.begin(name, each) for name, each in values.items()}
+        common |= {name: each for name, each in self._round_buffers.before.items() if name in buffers}
+        values |= buffers
+        self._lent = [(values[name], each.clone()) for name, each in common.items()]
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+            self._lent = None
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the values that the model has in :meth:`shared` and its own ones."""
+        for values, others in self._lent or ():
+            before = values.clone()
+            values.copy_(others)
+            others.copy_(before)
+        reshard(self.modules)
+
     # ---------------------------------------------------------------- checkpoints
 
     def settle(self) -> None:
@@ -80,12 +121,19 @@ class UpdatesState(ModelFrontend):
     def state_dict(self) -> dict[str, Any]:
         """The anchors and the outer optimizer, the optimizers of this rank, the position in the round, and parameters
         that are not those of the anchors."""
+        if self._lent is None:
+            return self._state_dict()
+        self._swap()
+        try:
+            return self._state_dict()
+        finally:
+            self._swap()
+
+    def _state_dict(self) -> dict[str, Any]:
         arriving = None if self._arriving is None else self._arriving.state_dict()
-        is_inside = self._taken or self._steps.begun or self._is_away
-        differ = is_inside or arriving is not None or self.request.schedule.fragments > 1
         own: dict[str, Any] = {"begun": self._begun, "taken": self._taken, "arriving": arriving}
         values = self._values()
-        if not differ:  # some that are frozen may
+        if not self.is_inside:  # some that are frozen may
             begins = {name: self._anchors.begin(name, each) for name, each in values.items()}
             values = {name: each for name, each in values.items() if not torch.equal(begins[name], each)}
         own["parameters"] = copied(values)
