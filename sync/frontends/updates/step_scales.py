@@ -50,6 +50,7 @@ class StepScales:
         self._norms: dict[str, tuple[float, float]] = {}  # smoothed: of own gradients, and of their mean
         self._factors: dict[str, float] = {}
         self._begins: dict[str, torch.Tensor] = {}
+        self._with_gradient = set[str]()  # when the step began
 
     def factor(self, name: str) -> float:
         """The factor of the steps of a parameter, from 1 to the root of the number of ranks."""
@@ -74,9 +75,10 @@ class StepScales:
             return
         decoupled = isinstance(optimizer, _DECOUPLED)
         kept = {id(each): _kept(group, decoupled) for group in optimizer.param_groups for each in group["params"]}
-        factors = {
-            name: self.factor(name) for name, each in parameters.items() if id(each) in kept and each.grad is not None
-        }
+        # with a closure, backward is in the step
+        stepped = {name: each for name, each in parameters.items() if id(each) in kept and each.requires_grad}
+        self._with_gradient = {name for name, each in stepped.items() if each.grad is not None}
+        factors = {name: self.factor(name) for name in stepped}
         self._factors = {name: factor for name, factor in factors.items() if factor > 1}
         if not self._factors:
             return
@@ -85,9 +87,17 @@ class StepScales:
         )
         self._begins = dict(zip(self._factors, begins, strict=True))
 
-    def after_step(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Make the step longer that has just been made; nothing if it was skipped."""
-        begins, self._begins = self._begins, {}
+    def after_step(self, parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, torch.Tensor]) -> None:
+        """Make the step longer that has just been made; nothing if it was skipped. Parameters without a gradient have
+        made none.
+
+        Args:
+            parameters: the parameters, by name.
+            values: the values that this rank has of them.
+        """
+        begun, self._begins = self._begins, {}
+        has_gradient = {name for name in begun if name in self._with_gradient or parameters[name].grad is not None}
+        begins = {name: each for name, each in begun.items() if name in has_gradient}
         if begins:
             stepped, before = [values[name] for name in begins], [*begins.values()]
             torch._foreach_sub_(stepped, before)

@@ -254,7 +254,7 @@ class UpdatesFrontend(UpdatesState):
         if self._is_away:
             return
         if self._scales is not None:
-            self._scales.after_step(self._values())
+            self._scales.after_step(self.parameters(), self._values())
             self._note_gradients(number)
         if not ends:
             return

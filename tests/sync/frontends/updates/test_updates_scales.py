@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -67,7 +68,7 @@ def longer() -> None:
         values = {name: each.detach() for name, each in parameters.items()}
         scales.before_step(optimizer, parameters, values)
         optimizer.step()
-        scales.after_step(values)
+        scales.after_step(parameters, values)
         plain.step()
         factor = min(1.5, math.sqrt(dist.get_world_size()))
         kept = 1 - 0.1 * decay
@@ -75,7 +76,7 @@ def longer() -> None:
         torch.testing.assert_close(one.detach(), expected)
         assert torch.equal(idle.detach(), start)
         before = one.detach().clone()
-        scales.after_step(values)  # a gradient scaler has skipped the step
+        scales.after_step(parameters, values)  # a gradient scaler has skipped the step
         assert torch.equal(one.detach(), before)
 
 
@@ -201,3 +202,34 @@ def every_part() -> None:
 def test_factors():
     for ranks in (2, 3):
         values_of(run_ranks(ranks, every_part))
+
+
+def in_closures() -> None:
+    """Steps whose closure clears gradients and runs backward have the factors of those behind a backward."""
+    found = []
+    for has_closure in (False, True):
+        model = build("Mlp")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        attachment = sync.attach(model, sync.Updates(optimizer, EFSignSGD(), every=2))
+
+        def backward(step: int, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(model.batch(step, dist.get_rank()))
+            loss.backward()
+            return loss
+
+        for step in range(7):
+            if has_closure:
+                optimizer.zero_grad()
+                optimizer.step(functools.partial(backward, step))
+            else:
+                backward(step)
+                optimizer.step()
+        assert any(attachment._frontend._scales.factor(name) > 1 for name in attachment.parameters())
+        found.append(digest_of(model.parameters()))
+        attachment.close()
+    assert found[0] == found[1]
+
+
+def test_steps_with_a_closure():
+    values_of(run_ranks(2, in_closures))
