@@ -193,6 +193,11 @@ class Attachment:
             updates.end_round()
 
     @property
+    def is_inside_round(self) -> bool:
+        """Whether the parameters of ranks may differ now, because their updates have not been averaged."""
+        return (updates := self._updates) is not None and updates.is_open and updates.is_inside
+
+    @property
     def _updates(self) -> UpdatesFrontend | None:
         """The front end, if it averages updates."""
         if self._frontend.averaged != UPDATES:

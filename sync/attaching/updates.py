@@ -69,6 +69,7 @@ class Updates:
         optimizer: the optimizer that steps the model; or a list of all optimizers that do, such as Muon and AdamW. A
             step ends when each of them has made one, in any order, and a second one before that raises an error, as
             does a step of one that was not given. Anything else that changes the model in a round is averaged, too.
+            In trainers (:doc:`integrations </howto/trainers>`) it is not given: they know their optimizers.
         plan: a compressor such as ``EFSignSGD()`` or its spec, or a plan for a bare module, whose steps are rounds.
             Results of compressors must be means. Beside a codec of fewer bits, vectors are sent in 8 bits. By default,
             and with an :class:`~gckernels.sync.Auto`, one compressor is found while the model is trained: rounds with

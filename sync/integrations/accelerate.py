@@ -10,13 +10,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from gckernels.compressor import Compressor
-
 from ..attaching.attachment import Attachment
-from ..plans.plan import Plan
+from ..attaching.updates import Updates
 from ..stats.decisions import LOGGER
-from ..tuning.auto import Auto
-from .trainer_states import SAFE, STATE, attached, load_state, save_state, trained
+from .trainer_states import SAFE, STATE, How, attached, load_state, save_state, stepping, trained
 
 _BEGUN = (
     "gckernels: compress: an optimizer or a learning rate of this model has made steps already, and what had not been "
@@ -27,7 +24,7 @@ _BEGUN = (
 def compress(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    plan: Plan | Compressor | str | Auto = SAFE,
+    how: How = SAFE,
     *,
     allow_missing: bool = False,
     **settings: Any,
@@ -36,16 +33,18 @@ def compress(
 
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         attachment = compress(accelerator, model)
+        attachment = compress(accelerator, model, sync.Updates(every=2))
 
     It is :func:`gckernels.sync.attach` with the gradient scaler of the accelerator. The state of all ranks is saved by
     ``accelerator.save_state`` in its folder, as ``gckernels``, or ``gckernels_1`` for the second model, and is loaded
     by ``accelerator.load_state``, which is called after this function. A warning says so if the optimizer of the model
-    has made steps already.
+    has made steps already. With :class:`~gckernels.sync.Updates` the optimizers are those that have been prepared and
+    step the model.
 
     Args:
         accelerator: the accelerator.
         model: the model.
-        plan: the second argument of ``attach``.
+        how: the second argument of ``attach``.
         allow_missing: load folders without a state, with a warning.
         settings: further arguments of ``attach``.
 
@@ -59,7 +58,7 @@ def compress(
     if kept is None:
         raise ValueError("compress: model must be one that accelerator.prepare has returned, got another one")
     has_begun = _has_begun(accelerator, inner)
-    attachment = attached("compress", model, plan, accelerator.scaler, settings)
+    attachment = attached("compress", model, how, accelerator._optimizers, accelerator.scaler, settings)
     if has_begun and dist.get_rank() == 0:
         LOGGER.warning(_BEGUN)
     model_of = weakref.ref(kept)
@@ -73,10 +72,23 @@ def compress(
         if (found := name()) is not None:
             save_state(attachment, Path(folder, found))
 
-    def load(models: Any, folder: str) -> None:
-        if (found := name()) is not None:
-            load_state(attachment, Path(folder, found), allow_missing=allow_missing)
+    # the state of updates has the parameters and optimizers of this rank, so those of the accelerator come first
+    last = stepping(inner, accelerator._optimizers)[-1:] if isinstance(how, Updates) else []
+    waiting: list[Path] = []
 
+    def load(models: Any, folder: str) -> None:
+        waiting.clear()
+        if (found := name()) is not None:
+            waiting.append(Path(folder, found))
+            if not models or not last:
+                load_now()
+
+    def load_now(*_: Any) -> None:
+        if waiting:
+            load_state(attachment, waiting.pop(), allow_missing=allow_missing)
+
+    for optimizer in last:
+        optimizer.register_load_state_dict_post_hook(load_now)
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
     return attachment

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from gckernels.compressor import Compressor
-
 from ..attaching.attachment import Attachment
-from ..plans.plan import Plan
-from ..tuning.auto import Auto
-from .trainer_states import SAFE, attached, load_state, metrics, save_state
+from ..attaching.updates import Updates
+from ..frontends.updates.optimizer_states import copied
+from .trainer_states import SAFE, How, attached, load_state, metrics, save_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -33,14 +34,15 @@ class _Compressed(Strategy):
 
     def __init__(
         self,
-        plan: Plan | Compressor | str | Auto = SAFE,
+        how: How = SAFE,
         *,
         allow_missing: bool = False,
         settings: dict[str, Any] | None = None,
         **strategy: Any,
     ) -> None:
         super().__init__(**strategy)
-        self._plan, self._settings, self._allow_missing = plan, settings or {}, allow_missing
+        self._how, self._settings, self._allow_missing = how, settings or {}, allow_missing
+        self._evaluation = contextlib.ExitStack()  # in which the model is the one that all ranks share
         self._resumed: tuple[str, str] | None = None  # the folder of a state that is to be loaded, and its checkpoint
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -49,7 +51,8 @@ class _Compressed(Strategy):
         self._end()  # a training may not have come to its end
         if trainer.state.fn == TrainerFn.FITTING:
             scaler = getattr(self.precision_plugin, "scaler", None)
-            self.attachment = attached(type(self).__name__, self.model, self._plan, scaler, self._settings)
+            own = self.model, self._how, self.optimizers, scaler, self._settings
+            self.attachment = attached(type(self).__name__, *own)
             self._resume()
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *options: Any, **named: Any) -> dict[str, Any]:
@@ -61,11 +64,43 @@ class _Compressed(Strategy):
             self._resume()
         return checkpoint
 
-    def _resume(self) -> None:
-        """Load a state once there is an attachment: strategies load checkpoints before or after they wrap the model."""
-        if self.attachment is not None and self._resumed is not None:
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers, and then the state of updates, which has those of this rank."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._resume(has_optimizers=True)
+
+    def _resume(self, has_optimizers: bool = False) -> None:
+        """Load a state once there is an attachment: strategies load checkpoints before or after they wrap the model.
+        The state of updates has the parameters and optimizers of this rank, so those of Lightning come before."""
+        waits = isinstance(self._how, Updates) and self.lightning_restore_optimizer and not has_optimizers
+        if self.attachment is not None and self._resumed is not None and not waits:
             (folder, checkpoint), self._resumed = self._resumed, None
             load_state(self.attachment, folder, checkpoint, self._allow_missing)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The parameters for a checkpoint: with updates those that all ranks share."""
+        with self._shared():
+            state: dict[str, Any] = super().lightning_module_state_dict()
+            return copied(state) if isinstance(self._how, Updates) else state
+
+    def _shared(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.attachment is None else self.attachment.shared()
+
+    def on_validation_start(self) -> None:
+        """Validate the model that all ranks share."""
+        super().on_validation_start()
+        self._evaluation.enter_context(self._shared())
+
+    def on_validation_end(self) -> None:
+        """Go on with that of this rank."""
+        self._evaluation.close()
+        super().on_validation_end()
+
+    def on_train_end(self) -> None:
+        """Average what a last round of updates has changed."""
+        super().on_train_end()
+        if self.attachment is not None:
+            self.attachment.end_round()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
@@ -89,22 +124,27 @@ class _Compressed(Strategy):
         super().teardown()
 
     def _end(self) -> None:
+        self._evaluation.close()
         if self.attachment is not None:
             self.attachment.close()
             self.attachment = None
 
 
 class CompressedDDPStrategy(_Compressed, DDPStrategy):
-    """DDP with compressed gradients::
+    """DDP with compressed gradients, or with averaged updates in their place::
 
         trainer = Trainer(strategy=CompressedDDPStrategy())
+        trainer = Trainer(strategy=CompressedDDPStrategy(sync.Updates(every=2)))
 
     It calls :func:`gckernels.sync.attach` when the model is wrapped for a training, with the gradient scaler of the
     precision. The state of all ranks is saved in a folder beside each checkpoint, with ``.gckernels`` behind its name,
     loaded with it, and removed with it.
 
+    With :class:`~gckernels.sync.Updates` the optimizers are those of the training. Inside a round, validations and
+    checkpoints have the parameters that all ranks share, and a round ends with the training.
+
     Args:
-        plan: the second argument of ``attach``.
+        how: the second argument of ``attach``.
         allow_missing: resume from a checkpoint without a state, with a warning.
         settings: further arguments of ``attach``, by name.
         strategy: arguments of ``DDPStrategy``.

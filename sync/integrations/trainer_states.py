@@ -7,8 +7,10 @@ A state lies in a folder beside, or in, the checkpoint of the trainer. All ranks
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,14 +22,18 @@ from gckernels.compressor import Compressor
 
 from ..attaching.attach import attach
 from ..attaching.attachment import Attachment
+from ..attaching.updates import Updates
 from ..communication.agreement import agreed, device_of
+from ..frontends.checks.optimizer_checks import unwrapped
 from ..frontends.kinds import kind_of
-from ..plans.plan import Plan
+from ..plans.plan import Frontend, Plan
 from ..stats.decisions import LOGGER
 from ..tuning.auto import Auto
 
+How: TypeAlias = Plan | Compressor | str | Auto | Updates
+"""The second argument of ``attach``."""
 SAFE = Auto()
-"""The plan of trainers that are given none."""
+"""The second argument where a trainer is given none."""
 STATE = "gckernels"
 """The name of the folder of a state, and of the state in it."""
 _WHOLE = ".metadata"
@@ -58,21 +64,43 @@ def trained(caller: str, model: torch.nn.Module) -> torch.nn.Module:
 def attached(
     caller: str,
     model: torch.nn.Module,
-    plan: Plan | Compressor | str | Auto,
+    how: How,
+    optimizers: Iterable[Any],
     scaler: GradScaler | None,
     settings: dict[str, Any],
 ) -> Attachment:
-    """The attachment of the model that a trainer trains, with the gradient scaler that the trainer has.
+    """The attachment of the model that a trainer trains, with the optimizers and the gradient scaler of the trainer.
 
     Args:
         caller: the name of the caller, for errors.
         model: the model as the trainer has prepared it.
-        plan: the second argument of ``attach``.
+        how: the second argument of ``attach``; an :class:`~gckernels.sync.Updates` needs no optimizer.
+        optimizers: the optimizers of the trainer, of which those of the model are given to an ``Updates``.
         scaler: the gradient scaler; ``None`` if there is none.
         settings: further arguments of ``attach``.
+
+    Raises:
+        TypeError: the model is not wrapped.
+        ValueError: updates shall be averaged, and each rank has other shards of the model.
     """
+    inner = trained(caller, model)
+    if isinstance(how, Updates):
+        if kind_of(inner) == Frontend.FSDP and "process_group" not in settings and dist.get_world_size() > 1:
+            raise ValueError(
+                f"{caller}: updates are averaged between ranks that have the same parameters, and each rank has a part "
+                "of the model by fully_shard; let the model have replicas (HSDP), or be in DistributedDataParallel"
+            )
+        if how.optimizer is None:
+            how = replace(how, optimizer=stepping(inner, optimizers))
     given = {} if scaler is None else {"grad_scaler": scaler}
-    return attach(trained(caller, model), plan, **given | settings)
+    return attach(inner, how, **given | settings)
+
+
+def stepping(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """The optimizers of a trainer that have parameters of a model, without the wrappers of Accelerate."""
+    ids = {id(each) for each in model.parameters()}
+    found = map(unwrapped, optimizers)
+    return [one for one in found if any(id(each) in ids for group in one.param_groups for each in group["params"])]
 
 
 def save_state(attachment: Attachment, folder: str | os.PathLike[str], checkpoint: str = "") -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import json
 import os
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,18 +17,19 @@ import torch.distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from gckernels.compressor import Compressor
-
 from ..attaching.attachment import Attachment
-from ..plans.plan import Plan
-from ..tuning.auto import Auto
-from .trainer_states import SAFE, STATE, attached, load_state, metrics, save_state
+from ..attaching.updates import Updates
+from .trainer_states import SAFE, STATE, How, attached, load_state, metrics, save_state
+
+_IN_COMMON = ("evaluation_loop", "save_model")
+"""The methods of a trainer that are to have the model that all ranks share. No callback is called before them."""
 
 
 class Compression(TrainerCallback):
-    """Compresses the gradients of a ``Trainer``, with DDP or FSDP2::
+    """Compresses what the ranks of a ``Trainer`` send, with DDP or FSDP2::
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[Compression()])
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[Compression(sync.Updates(every=2))])
 
     It calls :func:`gckernels.sync.attach` when a training begins, with the gradient scaler that the trainer has. The
     state of all ranks is saved in ``checkpoint-N/gckernels``, which the trainer deletes with the checkpoint, and is
@@ -36,8 +39,11 @@ class Compression(TrainerCallback):
     The attachment is closed when a training ends, so that other trainers can train the model; its figures and its
     report stay. One object may be given to several trainers that train one after the other.
 
+    With :class:`~gckernels.sync.Updates` the optimizer is that of the trainer. Inside a round evaluations and saved
+    models have the parameters that all ranks share, and a round ends with the training.
+
     Args:
-        plan: the second argument of ``attach``.
+        how: the second argument of ``attach``.
         resume_from: the checkpoint of ``trainer.train(resume_from_checkpoint=...)``, if it is not
             ``checkpoint-N`` in the ``output_dir`` of the trainer.
         allow_missing: resume from a checkpoint without a state, with a warning.
@@ -51,13 +57,13 @@ class Compression(TrainerCallback):
 
     def __init__(
         self,
-        plan: Plan | Compressor | str | Auto = SAFE,
+        how: How = SAFE,
         *,
         resume_from: str | os.PathLike[str] | None = None,
         allow_missing: bool = False,
         **settings: Any,
     ) -> None:
-        self._plan, self._settings = plan, settings
+        self._how, self._settings = how, settings
         self._resume_from, self._allow_missing = resume_from, allow_missing
         self.attachment: Attachment | None = None
         self._every.add(self)
@@ -78,15 +84,20 @@ class Compression(TrainerCallback):
             raise ValueError("Compression: a search for hyperparameters is not supported; train without this callback")
         trainer = self._trainer(state)
         self._end_interrupted(trainer.model_wrapped)
-        scaler = trainer.accelerator.scaler
-        self.attachment = attached("Compression", trainer.model_wrapped, self._plan, scaler, self._settings)
+        own = trainer.model_wrapped, self._how, [trainer.optimizer], trainer.accelerator.scaler, self._settings
+        self.attachment = attached("Compression", *own)
+        if isinstance(self._how, Updates):
+            for name in _IN_COMMON:
+                setattr(trainer, name, _in_common(self.attachment, getattr(trainer, name)))
         if state.global_step:
             folder = _checkpoint(args, state) if self._resume_from is None else Path(self._resume_from)
             load_state(self.attachment, folder / STATE, _named(state), self._allow_missing)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """End the attachment."""
+        """End the attachment, behind the mean of a last round unless the model is now the best of the checkpoints."""
         if self.attachment is not None:
+            if not args.load_best_model_at_end or state.best_model_checkpoint is None:
+                self.attachment.end_round()
             self.attachment.close()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -131,6 +142,17 @@ class Compression(TrainerCallback):
                 handler.callbacks.insert(0, self)
                 return each
         raise RuntimeError("Compression: its trainer is not found; call gc.freeze() later than trainer.train()")
+
+
+def _in_common(attachment: Attachment, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that has the model that all ranks share. The attachment changes nothing once it is closed."""
+
+    @functools.wraps(method)
+    def called(*arguments: Any, **named: Any) -> Any:
+        with attachment.shared():
+            return method(*arguments, **named)
+
+    return called
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -113,7 +113,9 @@ class OptimizerSteps:
     def _refuse_others(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raise a RuntimeError if an optimizer steps parameters of the model that was not given: ranks would differ
         after rounds, and its moments would not be in states."""
-        if any(each() is optimizer for each in self._optimizers):
+        given = {id(each()) for each in self._optimizers}
+        inside = getattr(optimizer, "optimizers", None)  # a container of optimizers steps them, as in torchtitan
+        if id(optimizer) in given or (isinstance(inside, list) and inside and {*map(id, inside)} <= given):
             return
         stepped = (each for group in optimizer.param_groups for each in group["params"] if each.grad is not None)
         if names := self._members.names_of(stepped):

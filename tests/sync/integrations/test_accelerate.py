@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import shutil
 from unittest import mock
 
@@ -21,6 +23,7 @@ from gckernels.sync.stats.decisions import LOGGER
 from ranks import run_ranks, values_of
 from trainers import SAVED, STEPS, as_launched, digest, loss_of, network, shard_on_cpu
 
+pytestmark = pytest.mark.host_only("trainers choose the device themselves")
 FOUR = "BlockQuant(bits=4)"
 
 
@@ -43,11 +46,18 @@ def accelerator_of(precision="no", accumulated=1, sharded=False):
     return accelerator
 
 
-def trained(folder, plan, start=0, allow_missing=False, **settings):
+def falling(step):
+    """A learning rate that falls, relative to the first one."""
+    return 1 / (1 + step)
+
+
+def trained(folder, plan, start=0, allow_missing=False, saved=SAVED, **settings):
     """The digest of a training that saves its state at a step, or goes on from there."""
     accelerator = accelerator_of(**settings)
     model = network()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, falling)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     attachment = compress(accelerator, model, plan, allow_missing=allow_missing)
     if start:
         accelerator.load_state(folder)
@@ -58,8 +68,9 @@ def trained(folder, plan, start=0, allow_missing=False, **settings):
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
-        if step + 1 == SAVED and not start:
+        if step + 1 == saved and not start:
             accelerator.save_state(folder)
     if settings.get("sharded"):
         model.reshard()
@@ -204,3 +215,127 @@ def test_each_model_has_a_folder(tmp_path):
     values_of(run_ranks(2, two_models, str(tmp_path)))
     assert {each.name for each in tmp_path.glob("gckernels*")} == {"gckernels", "gckernels_1"}
     assert {each.name for each in (tmp_path / "later").glob("gckernels*")} == {"gckernels"}, "the other one is closed"
+
+
+# -------------------------------------------------------------------- averaged updates
+
+
+def updates(every=2, **settings):
+    return sync.Updates(plan="EFSignSGD", every=every, **settings)
+
+
+def plain(how, precision="no", accumulated=1):
+    """The digest of a loop without Accelerate, whose updates are averaged as in :func:`trained`."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    # the scheduler of Accelerate makes a step for each rank
+    ranks = dist.get_world_size()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: falling(ranks * step))
+    attachment = sync.attach(model, dataclasses.replace(how, optimizer=optimizer))
+    for step in range(STEPS):
+        rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            found = model(rows)
+        ((found.float() - rows.flip(1)).square().mean() / accumulated).backward()
+        if (step + 1) % accumulated == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    found = digest(model.parameters()), attachment.steps
+    attachment.close()
+    return found
+
+
+def of_updates(folder, how, saved, settings):
+    """The digests of a training, of one that resumes it, and of a plain loop."""
+    whole = trained(folder, how, saved=saved, **settings)
+    again = trained(folder, how, start=saved, **settings)
+    if dist.get_rank() == 0:
+        shutil.rmtree(f"{folder}/gckernels")
+    dist.barrier()
+    with pytest.raises(FileNotFoundError, match="has no whole state"):
+        trained(folder, how, start=saved, **settings)
+    return whole, again, plain(how, **settings)
+
+
+@pytest.mark.parametrize(
+    ("how", "saved", "settings"),
+    [
+        (updates(), 4, {}),
+        (updates(every=3, scale_steps=True), 4, {}),
+        (updates(every=2), 6, {"precision": "bf16", "accumulated": 2}),
+        (updates(every=4, delay=1, outer=functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)), 5, {}),
+    ],
+)
+def test_updates_are_those_of_a_plain_loop_and_resume_with_the_same_bits(how, saved, settings, tmp_path):
+    """Also from the middle of a round."""
+    for whole, again, expected in values_of(run_ranks(2, of_updates, str(tmp_path), how, saved, settings)):
+        assert whole == again == expected
+
+
+def updates_of_parts():
+    """Attach to models of one accelerator, each with its own optimizers, and to those that cannot be served."""
+    accelerator = accelerator_of()
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    models, optimizers = (network(), network()), []
+    for model in models:
+        optimizers += [torch.optim.AdamW(each.parameters()) for each in (model[0], model[2])]
+    prepared = accelerator.prepare(*models, *optimizers)
+    for model, own in zip(prepared[:2], (optimizers[:2], optimizers[2:]), strict=True):
+        attachment = compress(accelerator, model, updates())
+        assert attachment._frontend.request.optimizers == own
+        assert attachment._frontend.request.scalers == [accelerator.scaler]
+        assert not model.require_backward_grad_sync
+        attachment.close()
+    accelerator = accelerator_of()
+    with pytest.raises(ValueError, match=r"optimizer must be one or a list of different ones, got \[\]"):
+        compress(accelerator, accelerator.prepare(network()), updates())
+    accelerator = accelerator_of(sharded=True)
+    model = network()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"each rank has a part of the model by fully_shard; let the model have rep"):
+        compress(accelerator, model, updates())
+
+
+def test_optimizers_are_those_of_the_model():
+    values_of(run_ranks(2, updates_of_parts))
+
+
+def synchronised_by_hand():
+    accelerator = accelerator_of()
+    model = network()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    attachment = compress(accelerator, model, updates())
+    loss = loss_of(model, torch.ones(4, 64))
+    with accelerator.trigger_sync_in_backward(model), pytest.raises(RuntimeError, match="was about to average grad"):
+        accelerator.backward(loss)
+    attachment.close()
+
+
+def test_gradients_that_accelerate_would_average_raise():
+    values_of(run_ranks(2, synchronised_by_hand))
+
+
+def with_skipped_steps():
+    """The steps and digest of a training in whose third step the scaler of rank 0 finds infinities."""
+    accelerator = accelerator_of()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    attachment = compress(accelerator, model, updates())
+    skipped = []
+    for step in range(6):
+        rows = torch.randn(16, 64, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        accelerator.backward(loss_of(model, rows * (torch.inf if (step, dist.get_rank()) == (2, 0) else 1)))
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    attachment.close()
+    return skipped, attachment.steps, digest(model.parameters())
+
+
+def test_a_step_that_the_scaler_of_one_rank_skips_counts():
+    (first, *one), (second, *other) = values_of(run_ranks(2, with_skipped_steps))
+    assert one == other and one[0] == 3
+    assert first == [False, False, True, False, False, False] and not any(second)

@@ -24,6 +24,7 @@ from gckernels.sync.integrations.torchft import SMALLEST, CompressedProcessGroup
 from ranks import run_ranks, values_of
 from trainers import digest, loss_of, network
 
+pytestmark = pytest.mark.host_only("the managers of torchft are on the CPU")
 TIMEOUT = datetime.timedelta(seconds=20)
 STEPS = 6
 

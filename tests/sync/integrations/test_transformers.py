@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import shutil
@@ -18,12 +19,14 @@ from accelerate.state import AcceleratorState
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import tunings
+from gckernels import sync
 from gckernels.sync.integrations.transformers import Compression
 from ranks import run_ranks, values_of
 from trainers import SAVED, STEPS, as_launched, digest, shard_on_cpu
 from tunings import PLAIN
 from workloads import digest_of
 
+pytestmark = pytest.mark.host_only("trainers choose the device themselves")
 VOCABULARY = 97
 
 
@@ -44,7 +47,7 @@ class Arguments(TrainingArguments):
         return torch.device(super().device.type)
 
 
-def trainer_of(folder, callback, **arguments):
+def trainer_of(folder, callback, kind=Trainer, eval_dataset=None, **arguments):
     as_launched()
     AcceleratorState._reset_state(True)
     torch.manual_seed(0)
@@ -64,7 +67,8 @@ def trainer_of(folder, callback, **arguments):
         "ddp_backend": "gloo",
     }
     callbacks = [] if callback is None else [callback]
-    trainer = Trainer(model=model, args=Arguments(**given | arguments), train_dataset=Texts(), callbacks=callbacks)
+    sets = {"train_dataset": Texts(), "eval_dataset": eval_dataset}
+    trainer = kind(model=model, args=Arguments(**given | arguments), callbacks=callbacks, **sets)
     if "fsdp" in arguments:
         shard_on_cpu(FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args))
         trainer.is_fsdp_enabled = True
@@ -331,3 +335,136 @@ def without_ranks(folder):
 
 def test_a_process_alone_trains_as_without_it(tmp_path):
     assert values_of(run_ranks(1, without_ranks, str(tmp_path), fresh=True)) == [None]
+
+
+# -------------------------------------------------------------------- averaged updates
+
+
+def updates(every, **settings):
+    return sync.Updates(plan="EFSignSGD", every=every, **settings)
+
+
+class Recording(Trainer):
+    """Keeps the batches of its losses, and the models that it evaluates and saves."""
+
+    batches = None
+
+    def compute_loss(self, model, inputs, *arguments, **named):
+        if model.training and self.batches is not None:
+            self.batches.append(({name: each.clone() for name, each in inputs.items()}, arguments, named))
+        return super().compute_loss(model, inputs, *arguments, **named)
+
+    def prediction_step(self, model, *arguments, **named):
+        self.seen.append(digest(model.parameters()))
+        return super().prediction_step(model, *arguments, **named)
+
+    def _save(self, *arguments, **named):
+        self.saved.append(digest(self.model.parameters()))
+        super()._save(*arguments, **named)
+
+
+def recording(folder, callback, **arguments):
+    trainer = trainer_of(folder, callback, kind=Recording, eval_dataset=Short(), **arguments)
+    trainer.seen, trainer.saved, trainer.batches = [], [], []
+    for each in trainer.model.modules():
+        if isinstance(each, torch.nn.Dropout):
+            each.p = 0.0  # a plain loop has other random numbers
+    return trainer
+
+
+class Short(Texts):
+    def __len__(self):
+        return 8
+
+
+def of_updates(folder, how, saved, arguments):
+    """The digests of a training, of one that resumes it, and of a plain loop over its batches; and what was seen."""
+    found, seen = [], []
+    arguments = {"save_steps": saved, "eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1} | arguments
+    for at in (None, f"{folder}/checkpoint-{saved}"):
+        callback = Compression(how)
+        trainer = recording(folder, callback, **arguments)
+        trainer.train(resume_from_checkpoint=at)
+        found.append((digest(trainer.model.parameters()), callback.attachment.steps))
+        logged = [each for each in trainer.state.log_history if "gckernels/step" in each]
+        assert len(logged) == STEPS and logged[-1]["gckernels/step"] <= callback.attachment.steps
+        seen.append((trainer.seen, trainer.saved))
+        if at is None:
+            batches = trainer.batches
+        dist.barrier()
+    found.append(plain(f"{folder}/plain", how, batches, arguments))
+    return found, seen
+
+
+def plain(folder, how, batches, arguments):
+    """The digest of a loop that has the losses and the optimizer of a trainer, and no other part of it."""
+    trainer = recording(folder, None, **arguments)
+    optimizer = trainer.create_optimizer()
+    schedule = trainer.create_scheduler(STEPS, optimizer)
+    model = trainer.model.train()
+    attachment = sync.attach(model, dataclasses.replace(how, optimizer=optimizer))
+    accumulated = trainer.args.gradient_accumulation_steps
+    for number, (inputs, rest, named) in enumerate(batches):
+        with torch.autocast("cpu", torch.bfloat16, enabled=trainer.args.bf16):
+            loss = trainer.compute_loss(model, inputs, *rest, **named)
+        if named.get("num_items_in_batch") is None:
+            loss = loss / accumulated
+        loss.backward()
+        if (number + 1) % accumulated == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    attachment.end_round()
+    found = digest(model.parameters()), attachment.steps
+    attachment.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "saved", "arguments"),
+    [
+        (updates(2), 4, {"max_grad_norm": 0.1, "lr_scheduler_type": "cosine"}),
+        (updates(3), 4, {"gradient_accumulation_steps": 2, "bf16": True}),
+        (updates(5, delay=2), 4, {"lr_scheduler_type": "linear"}),
+    ],
+)
+def test_updates_are_those_of_a_plain_loop_and_resume_with_the_same_bits(how, saved, arguments, tmp_path):
+    """Also where evaluations and checkpoints are inside a round. All ranks evaluate the model that is saved."""
+    ranks = values_of(run_ranks(2, of_updates, str(tmp_path), how, saved, arguments, timeout_s=280))
+    for (whole, again, expected), (of_whole, of_again) in ranks:
+        assert whole == again
+        assert whole == expected
+        assert of_whole[0][-len(of_again[0]) :] == of_again[0]
+    assert ranks[0][0] == ranks[1][0]
+    (seen, saves), (seen_elsewhere, _) = ranks[0][1][0], ranks[1][1][0]
+    assert seen == seen_elsewhere
+    assert saves[0] in seen, "the model that is saved was evaluated"
+
+
+def of_shards(folder):
+    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+    with pytest.raises(
+        ValueError, match="Compression: updates are averaged between ranks that have the same parameter"
+    ):
+        trainer_of(folder, Compression(updates(2)), **sharded).train()
+
+
+def test_updates_of_shards_are_refused(tmp_path):
+    values_of(run_ranks(2, of_shards, str(tmp_path)))
+
+
+def best(folder):
+    """A trainer that loads its best model at the end keeps that."""
+    arguments = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": SAVED, "learning_rate": 1e-1}
+    callback = Compression(updates(3))
+    trainer = recording(folder, callback, **arguments)
+    trainer.train()
+    at = trainer.state.best_model_checkpoint
+    expected = GPT2LMHeadModel.from_pretrained(at)
+    return digest(trainer.model.parameters()), digest(expected.parameters()), callback.attachment._frontend.is_open
+
+
+def test_the_best_model_stays(tmp_path):
+    for found, expected, is_open in values_of(run_ranks(2, best, str(tmp_path))):
+        assert found == expected and not is_open

@@ -124,8 +124,38 @@ def refused() -> None:
     attachment.close()
 
 
+class Container(torch.optim.Optimizer):
+    """An optimizer that steps others, as torchtitan has one."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__([each for one in optimizers for group in one.param_groups for each in group["params"]], {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Any = None) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+def contained() -> None:
+    model = build("Mlp")
+    optimizers = split(model)
+    container = Container([*optimizers])
+    attachment = sync.attach(model, sync.Updates([*optimizers], "Identity", every=2))
+    for step in range(4):
+        gradients(model, step)
+        container.step()
+    assert attachment.steps == 2 and on_all(model)
+    attachment.close()
+    with pytest.warns(UserWarning, match="no optimizer was given that has"):
+        attachment = sync.attach(model, sync.Updates(optimizers[0], "Identity"))
+    with pytest.raises(RuntimeError, match=r"Container steps .* and Updates was not given it"):
+        container.step()
+    attachment.close()
+
+
 def kinds() -> None:
     both()
+    contained()
     refused()
     keyword()
     one_scaler()
