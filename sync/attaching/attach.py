@@ -14,6 +14,7 @@ from gckernels.compressor import Compressor
 
 from ..communication.agreement import agreed, device_of
 from ..frontends.checks.caller_modes import outside_inference_mode
+from ..frontends.checks.models import inside_fabric
 from ..frontends.frontend import ModelFrontend
 from ..frontends.kinds import frontend_of
 from ..frontends.members import left_out
@@ -66,7 +67,8 @@ def attach(
     without compression. The page about :doc:`attaching </howto/attach>` has the rest about each kind of model.
 
     Args:
-        model: a DDP model with no communication hook registered yet, or a module with parameters on one device.
+        model: a DDP model with no communication hook registered yet, or a module with parameters on one device; or
+            either of them as Lightning Fabric has set it up.
         how: a compressor such as ``EFSignSGD()``, or its spec such as ``"BlockQuant(bits=4)"``, for the plan that
             ``sync.uniform_plan(model, compressor)`` makes; or a plan that names all parameters; or an
             :class:`~gckernels.sync.Auto` to find one; or :class:`~gckernels.sync.Updates` to average updates in place
@@ -123,6 +125,7 @@ def attach(
     """
     if not dist.is_initialized():
         raise RuntimeError("attach: torch.distributed is not initialised; call init_process_group first")
+    model = inside_fabric(model)
     updates, wrapped = how if isinstance(how, Updates) else None, model
     if updates is not None and isinstance(model, DistributedDataParallel):
         model = model.module  # names are those of the module, as elsewhere

@@ -16,14 +16,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ..attaching.attachment import Attachment
 from ..attaching.updates import Updates
 from ..frontends.updates.optimizer_states import copied
-from .trainer_states import SAFE, How, attached, load_state, metrics, save_state
+from .trainer_states import SAFE, SUFFIX, How, attached, load_state, metrics, save_state
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 else:
     Strategy = object
-
-_SUFFIX = ".gckernels"
 
 
 class _Compressed(Strategy):
@@ -60,7 +58,7 @@ class _Compressed(Strategy):
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *options, **named)
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._resumed = f"{os.fspath(checkpoint_path)}{_SUFFIX}", _named(checkpoint)
+            self._resumed = f"{os.fspath(checkpoint_path)}{SUFFIX}", _named(checkpoint)
             self._resume()
         return checkpoint
 
@@ -109,13 +107,13 @@ class _Compressed(Strategy):
         name, is_resumable = _named(checkpoint), "optimizer_states" in checkpoint
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.attachment is not None and is_resumable:
-            save_state(self.attachment, self.broadcast(f"{os.fspath(filepath)}{_SUFFIX}"), name)
+            save_state(self.attachment, self.broadcast(f"{os.fspath(filepath)}{SUFFIX}"), name)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint with its state."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(f"{os.fspath(filepath)}{_SUFFIX}", ignore_errors=True)
+            shutil.rmtree(f"{os.fspath(filepath)}{SUFFIX}", ignore_errors=True)
 
     def teardown(self) -> None:
         """End the attachment with the training."""

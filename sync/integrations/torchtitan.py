@@ -19,7 +19,7 @@ from torchtitan.config import derive, override
 
 from ..attaching.updates import Updates
 from ..frontends.checks.hooks import ModelHook, weakly
-from .trainer_states import SAFE, STATE, attached, load_state, metrics, save_state
+from .trainer_states import SAFE, STATE, attached, begin_anew, load_state, metrics, save_state
 
 
 class CompressedOptimizers(OptimizersContainer):
@@ -98,8 +98,10 @@ class CompressedCheckpoints(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         found = self._find_load_step() if step == -1 else step
         is_loaded: bool = super()._load(step)
-        if is_loaded and found > 0:  # otherwise the weights of another training are loaded
+        if is_loaded and found > 0:
             load_state(self._attachment, self._folder(found), f"step {found}", self._allow_missing)
+        elif is_loaded:  # the weights of another training
+            begin_anew(self._attachment)
         return is_loaded
 
     def _folder(self, step: int) -> Path:

@@ -36,6 +36,8 @@ SAFE = Auto()
 """The second argument where a trainer is given none."""
 STATE = "gckernels"
 """The name of the folder of a state, and of the state in it."""
+SUFFIX = ".gckernels"
+"""The end of the name of the folder beside a checkpoint that is a file."""
 _WHOLE = ".metadata"
 """The file that is written last, when the state is whole."""
 _CHECKPOINT = "checkpoint"
@@ -160,6 +162,7 @@ def load_state(
         if dist.get_rank() == 0:
             text = "gckernels: no state in %s; training goes on without what the checkpoint had not sent yet"
             LOGGER.warning(text, folder)
+        begin_anew(attachment)
         return
     head = {_CHECKPOINT: ""}
     load(head, checkpoint_id=folder)
@@ -169,6 +172,13 @@ def load_state(
             f"place of {checkpoint or 'no name'}"
         )
     load({STATE: attachment.checkpoint(reads=folder)}, checkpoint_id=folder)
+
+
+def begin_anew(attachment: Attachment) -> None:
+    """Let an attachment that averages updates begin with the parameters that the trainer has loaded before the first
+    step. Every rank calls it."""
+    if (updates := attachment._updates) is not None:
+        updates.begin_anew()
 
 
 def metrics(attachment: Attachment) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +15,18 @@ from gckernels.codec import GRAD_DTYPES
 
 from ...plans.arguments import differentiable
 from ...plans.strides import in_reals
+
+FABRIC = ("lightning", "lightning_fabric")
+"""The packages that have Lightning Fabric."""
+
+
+def inside_fabric(model: Any) -> Any:
+    """The model inside one that Lightning Fabric has set up, in DDP or by FSDP2, without the wrapper of a compiler;
+    anything else as it is."""
+    if type(model).__module__.split(".")[0] not in FABRIC or not hasattr(model, "_forward_module"):
+        return model
+    inner = model._forward_module
+    return getattr(inner, "_orig_mod", inner)
 
 
 def ddp_parameters(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:

@@ -12,6 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .models import FABRIC
+
 
 def groups_with(optimizer: torch.optim.Optimizer, ids: Set[int]) -> Iterator[dict[str, Any]]:
     """The parameter groups of an optimizer that have a parameter with one of the ``ids``; none if there are no ids."""
@@ -139,9 +141,9 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside one that Accelerate has prepared; anything else as it is."""
-    is_prepared = any(each.__module__.split(".")[0] == "accelerate" for each in type(optimizer).__mro__)
-    return optimizer.optimizer if is_prepared else optimizer
+    """The optimizer inside one that Accelerate or Lightning Fabric has prepared; anything else as it is."""
+    packages = {each.__module__.split(".")[0] for each in type(optimizer).__mro__}
+    return optimizer if packages.isdisjoint(("accelerate", *FABRIC)) else optimizer.optimizer
 
 
 def hooked(caller: str, optimizer: Any) -> torch.optim.Optimizer:

@@ -72,6 +72,20 @@ class UpdatesState(ModelFrontend):
         """The values of the parameters that this rank has, by name."""
         return {name: values_of(each) for name, each in self.parameters().items()}
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Begin with the parameters and averaged buffers of rank 0, which the model has loaded before its first step.
+        Collective."""
+        values, buffers = self._values(), self._round_buffers.values()
+        with named(self.group, "the broadcast of loaded parameters", [*values]):
+            every = [*values.values(), *buffers.values()]
+            dist._broadcast_coalesced(self.group, every, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
+        for name, anchor in self._anchors.values.items():
+            anchor.copy_(values[name])
+        self._round_buffers.begin()
+        self._begun, self._taken, self._has_loaded = 0, 0, False
+        self._steps.begun.clear()
+
     # ---------------------------------------------------------------- parameters in common
 
     @property

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 pytest.importorskip("torchtitan", reason="needs the extra 'torchtitan'")
 
@@ -53,13 +54,15 @@ def sharded(has_replicas, divides=True):
     return model
 
 
-def parts_of(folder, override, arguments, divides=True, **states):
+def parts_of(folder, override, arguments, divides=True, initial_load_path=None, **states):
     """A model, its optimizers and its checkpoints, as torchtitan makes them from its configuration and overrides."""
     model = sharded(override == "updates", divides)
     groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-2})]
     config = Parts.Config(
         optimizer=OptimizersContainer.Config(param_groups=groups, implementation="for-loop"),
-        checkpoint=CheckpointManager.Config(enable=True, interval=SAVED, last_save_model_only=False),
+        checkpoint=CheckpointManager.Config(
+            enable=True, interval=SAVED, last_save_model_only=False, initial_load_path=initial_load_path
+        ),
     )
     imports = [(f"{HERE}.{override}", arguments), (f"{HERE}.states", states)]
     apply_overrides(OverrideConfig(imports=imports), config)
@@ -85,7 +88,7 @@ def rows_of(step):
 
 def trained(folder, override, arguments, start=0, divides=True, **states):
     model, optimizers, checkpoints = parts_of(folder, override, arguments, divides, **states)
-    assert checkpoints.load() == (start > 0)
+    assert checkpoints.load() == (start > 0 or "initial_load_path" in states)
     for step in range(start, STEPS):
         (loss_of(model, rows_of(step)) / (1 if divides else dist.get_world_size())).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -139,9 +142,12 @@ def test_pipelines_are_refused():
 UPDATES = {"every": {"0": 3, "6": 3}, "plan": "EFSignSGD", "outer": {"lr": 0.7, "momentum": 0.9, "nesterov": True}}
 
 
-def plain(settings):
+def plain(settings, scale=1.0):
     """The digest of a loop without torchtitan."""
     model = sharded(has_replicas=True)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(scale)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     attachment = sync.attach(model, dataclasses.replace(settings, optimizer=optimizer))
     for step in range(STEPS):
@@ -172,6 +178,23 @@ def test_updates_are_those_of_a_plain_loop_and_resume_with_the_same_bits(tmp_pat
     """With the average over replicas left out, whether FSDP divides gradients or not; from the middle of a round."""
     for expected, *others in values_of(run_ranks(4, of_updates, str(tmp_path), fresh=True, exits=False, timeout_s=200)):
         assert others == [expected] * 3
+
+
+def of_other_weights(folder):
+    """The digest of a training that begins with the weights of another one, and that of a plain loop."""
+    model = sharded(has_replicas=True)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(0.5)
+    weights = f"{folder}/weights"
+    dcp.save(model.state_dict(), checkpoint_id=weights)
+    found = trained(f"{folder}/own", "updates", {"every": 3, "plan": "EFSignSGD"}, initial_load_path=weights)
+    return found, plain(sync.Updates(plan="EFSignSGD", every=3), scale=0.5)
+
+
+def test_updates_begin_with_weights_that_are_loaded(tmp_path):
+    for found, expected in values_of(run_ranks(4, of_other_weights, str(tmp_path), fresh=True, exits=False)):
+        assert found == expected
 
 
 def evaluated(folder):

@@ -52,15 +52,23 @@ def trained(model: nn.Module, optimizer: Any, steps: range, accumulated: int, so
     """Digests of a model behind each step, of which all but the last part is in the ``no_sync`` of DDP."""
     digests = []
     for step in steps:
+        before = collectives()
         for part in range(accumulated):
             is_last = part == accumulated - 1
             with contextlib.nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
                 (loss_of(model, accumulated * step + part, source) / accumulated).backward()
+        assert collectives() == before, "nothing is sent before the step of the optimizer"
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         digests.append(digest_of(values(model)))
     return digests
+
+
+def collectives() -> int:
+    """The number of collectives that this rank has begun so far, where the backend counts them."""
+    group = dist.distributed_c10d._get_default_group()
+    return group._get_sequence_number_for_group() if dist.get_backend() == "gloo" else 0
 
 
 def in_ddp(options: dict[str, Any], accumulated: int) -> None:
