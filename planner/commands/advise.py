@@ -160,7 +160,6 @@ def _choice(advice: ScriptAdvice) -> list[str]:
     faster = three_digits(advice.plain.step_s / choice.step_s)
     lines = [f"First choice: {choice.averaging.name}, {faster} times as fast:", f"    {choice.averaging.line}"]
     if choice.averaging.every:
-        lines += ["network is the module without a wrapper; the loop and the optimizer stay."]
         gradients = [each for each in advice.averagings[1:] if not each.problem and not each.averaging.every]
         best = min(gradients, key=lambda each: each.step_s, default=None)
         if best is not None and best.step_s < (1 - ENOUGH) * advice.plain.step_s:

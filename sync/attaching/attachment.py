@@ -12,7 +12,7 @@ import torch
 from ..engine.recorded_step import RecordedStep
 from ..frontends.changes import PlanChanges
 from ..frontends.checks.caller_modes import outside_inference_mode
-from ..frontends.frontend import UPDATES, FrontendCalls, ModelFrontend
+from ..frontends.frontend import FrontendCalls, ModelFrontend
 from ..frontends.listeners import Listeners
 from ..frontends.parking import Parking
 from ..frontends.request import Request
@@ -27,7 +27,6 @@ from ..tuning.auto import Auto
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
-    from ..frontends.updates.updates_frontend import UpdatesFrontend
     from ..tuning.tuning import Tuning
     from .checkpoint import Checkpoint
     from .saving import SavedTraining
@@ -178,7 +177,7 @@ class Attachment:
         Raises:
             RuntimeError: an optimizer makes a step inside.
         """
-        return contextlib.nullcontext() if (updates := self._updates) is None else updates.shared()
+        return contextlib.nullcontext() if (elastic := self._frontend.elastic) is None else elastic.shared()
 
     def end_round(self) -> None:
         """Average now what a round of :class:`~gckernels.sync.Updates` has changed so far, for the end of a training
@@ -189,23 +188,13 @@ class Attachment:
             RuntimeError: only some of several optimizers have made a step, or the model has loaded a ``state_dict``, or
                 a rank is gone.
         """
-        if (updates := self._updates) is not None:
-            updates.end_round()
+        if (elastic := self._frontend.elastic) is not None:
+            elastic.end_round()
 
     @property
     def is_inside_round(self) -> bool:
         """Whether the parameters of ranks may differ now, because their updates have not been averaged."""
-        return (updates := self._updates) is not None and updates.is_open and updates.is_inside
-
-    @property
-    def _updates(self) -> UpdatesFrontend | None:
-        """The front end, if it averages updates."""
-        if self._frontend.averaged != UPDATES:
-            return None
-        from ..frontends.updates.updates_frontend import UpdatesFrontend
-
-        assert isinstance(self._frontend, UpdatesFrontend)
-        return self._frontend
+        return (elastic := self._frontend.elastic) is not None and self._frontend.is_open and elastic.is_inside
 
     # ---------------------------------------------------------------- steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,27 @@ class Elastic(Protocol):
         Raises:
             RuntimeError: the state of some ranks does not allow it. Every rank raises.
         """
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the parameters of this rank may differ from those of others now."""
+
+    def shared(self) -> AbstractContextManager[None]:
+        """A context in which parameters and averaged buffers have the values of the last synchronisation.
+
+        Raises:
+            RuntimeError: an optimizer makes a step inside.
+        """
+
+    def end_round(self) -> None:
+        """Average now what has changed since the last synchronisation, and what is on its way. Collective.
+
+        Raises:
+            RuntimeError: a step of the training is not complete, or the average fails.
+        """
+
+    def begin_anew(self) -> None:
+        """Begin with the parameters that this rank has now, before the first step. Collective."""
 
     def state_dict(self) -> dict[str, Any]:
         """The entries of a checkpoint of this rank beside the state of its runtime."""

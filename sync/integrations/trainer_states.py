@@ -177,8 +177,8 @@ def load_state(
 def begin_anew(attachment: Attachment) -> None:
     """Let an attachment that averages updates begin with the parameters that the trainer has loaded before the first
     step. Every rank calls it."""
-    if (updates := attachment._updates) is not None:
-        updates.begin_anew()
+    if (elastic := attachment._frontend.elastic) is not None:
+        elastic.begin_anew()
 
 
 def metrics(attachment: Attachment) -> dict[str, float]:

@@ -41,7 +41,7 @@ GATHERS = (
 
 
 def _updates(compressor: str, every: str, last: int, name: str, accuracy: str) -> Averaging:
-    line = f'sync.attach(network, sync.Updates(optimizer, "{compressor}", every={every}))'
+    line = f'sync.attach(model, sync.Updates(optimizer, "{compressor}", every={every}))'
     return Averaging(name, line, accuracy, _UPDATES, compressor, every=last)
 
 
@@ -50,4 +50,4 @@ UPDATES = (
     _updates(SIGNS, "{0: 2, 1000: 8}", 8, "updates of 2 steps, then 8, in signs", "a small loss"),
     _updates(FOUR_BITS, "10", 10, "updates of 10 steps in 4 bits", "a loss"),
 )
-"""Ways without a wrapper, each with the steps of its longest rounds."""
+"""Ways for which DDP averages nothing, each with the steps of its longest rounds."""
