@@ -5,6 +5,8 @@ The ops run these checks first, so they apply to every way of calling a compress
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .codec import CHUNK_ALIGN, GRAD_DTYPES, Codec, chunk_numel
@@ -152,13 +154,25 @@ def _chunk_size(
     name: str, argument: str, compressor: Codec, numel: int, chunks: int, nbytes: int, size: int | None
 ) -> int:
     size = resolve_size(name, argument, numel, chunks, size)
-    wanted = compressor.payload_nbytes(size)
+    wanted = _payload_nbytes(compressor, size)
     if nbytes != wanted:
         raise ValueError(
             f"{name}: {argument} must have {wanted} bytes per chunk for {numel} elements in {chunks} chunk(s) of "
             f"{size}, got {nbytes}"
         )
     return size
+
+
+def payload_nbytes(compressor: Codec, size: int) -> int:
+    """``compressor.payload_nbytes(size)``, computed once unless the size is a symbol."""
+    if torch.compiler.is_compiling() or isinstance(size, torch.SymInt):
+        return compressor.payload_nbytes(size)
+    return _payload_nbytes(compressor, size)
+
+
+@functools.lru_cache(maxsize=65536)
+def _payload_nbytes(compressor: Codec, size: int) -> int:
+    return compressor.payload_nbytes(size)
 
 
 def resolve_size(name: str, argument: str, numel: int, chunks: int, size: int | None) -> int:

@@ -12,7 +12,7 @@ import ast
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -57,6 +57,13 @@ _NO_TRAITS = Traits()
 class Compressor(ABC):
     """Base of all compressors. Subclasses are frozen dataclasses whose fields are the configuration."""
 
+    name: ClassVar[str] = "Compressor"
+    """Key in the table of compressors: the name of the class."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.name = cls.__name__
+
     @property
     def traits(self) -> Traits:
         """The properties of the compressor.
@@ -65,11 +72,6 @@ class Compressor(ABC):
         property.
         """
         return _NO_TRAITS
-
-    @property
-    def name(self) -> str:
-        """Key in the table of compressors: the name of the class."""
-        return type(self).__name__
 
     @property
     def rounds(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .arguments import resolve_size
+from .arguments import payload_nbytes, resolve_size
 from .codec import GRAD_DTYPES, Codec
 from .toolkit.fields import as_dtype
 from .toolkit.values import as_int, as_shape, as_size, require_tensors
@@ -68,7 +68,7 @@ def encode(
             shapes = f"{tuple(wanted)}, got {tuple(residual.shape)}"
             raise ValueError(f"{name}: residual must have {several}the shape of grad, {shapes}")
     size = resolve_size(name, "chunks", vector.numel(), chunks, size)
-    nbytes = compressor.payload_nbytes(size)
+    nbytes = payload_nbytes(compressor, size)
     payload = torch.empty(nbytes if chunks == 1 else (chunks, nbytes), dtype=torch.uint8, device=grad.device)
     compressor.encode(vector, kept, payload, seed, scale, size)
     return payload
@@ -161,7 +161,7 @@ def recode(
     numel, size = as_int(name, "numel", numel, 0), as_size(name, size)
     residual = None if residual is None else _vector(name, "residual", residual)
     size = resolve_size(name, "payloads", numel, 1, size)
-    payload = torch.empty(compressor.payload_nbytes(size), dtype=torch.uint8, device=payloads.device)
+    payload = torch.empty(payload_nbytes(compressor, size), dtype=torch.uint8, device=payloads.device)
     compressor.recode(payloads, residual, payload, numel, scale, seed, size)
     return payload
 

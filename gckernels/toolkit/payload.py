@@ -66,10 +66,10 @@ class PayloadLayout:
     @staticmethod
     def nbytes_of(*fields: tuple[str, torch.dtype, int]) -> int:
         """``Layout.of(*fields).nbytes``, by integer arithmetic that ``torch.compile`` can trace with symbolic sizes."""
-        units = 0
+        nbytes = HEADER_NBYTES
         for _, dtype, count in fields:
-            units -= -count * dtype.itemsize // ALIGN_NBYTES
-        return HEADER_NBYTES + units * ALIGN_NBYTES
+            nbytes += round_up(count * dtype.itemsize, ALIGN_NBYTES)
+        return nbytes
 
     def __getitem__(self, name: str) -> Field:
         return next(field for field in self.fields if field.name == name)

@@ -14,9 +14,8 @@ import torch
 import gckernels
 from gckernels import Traits
 from gckernels.codec import Decoding, Encoding
-from gckernels.toolkit.host import threads
+from gckernels.toolkit.host import library, threads
 from gckernels.toolkit.quantizer import MAX, MIN, SUM, MapQuantizer, Maps, Statistic
-from gckernels.toolkit.quantizer import host as quantizer_host
 from ranks import run_ranks, values_of
 
 
@@ -45,7 +44,7 @@ COMPRESSORS = {
     "sign, whole unit": gckernels.EFSignSGD(block=None),
     "cast": gckernels.Cast16(),
 }
-PART_NUMEL = quantizer_host.PART * quantizer_host.TILE
+PART_NUMEL = library.PART * library.TILE
 
 
 @pytest.fixture(autouse=True)

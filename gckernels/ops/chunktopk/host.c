@@ -19,7 +19,7 @@ static place_t locate(const call_t *call, int64_t index) {
 
 static inline void prefetch_values(const call_t *call, int64_t first, int count) {
     int width = call->dtype == FP32 ? 4 : 2;
-    prefetch(AT((const char *)call->gradient, first * width), count * width);
+    prefetch(AT((const char *)call->source, first * width), count * width);
     if (call->residual) prefetch(call->residual + first, count * 4);
 }
 
@@ -189,7 +189,7 @@ static void get_values(const uint8_t *payload, const call_t *call, int64_t group
 
 /* ------------------------------------------------------------------ functions for Python */
 
-void encode(const call_t *call, int64_t start, int64_t stop) {
+static void encode(const call_t *call, int64_t start, int64_t stop) {
     float values[GROUP], entries[K], sent[K];
     int32_t indices[K + 1];
     for (int64_t index = start; index < stop; index++) {
@@ -201,7 +201,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
         }
         if (at.group == call->groups) continue; /* a payload of no elements */
         float *restrict r = AT(call->residual, at.first);
-        load(call->gradient, call->dtype, at.first, at.here, values);
+        load(call->source, call->dtype, at.first, at.here, values);
         if (call->residual)
             for (int i = 0; i < at.here; i++) values[i] += r[i];
         memset(values + at.here, 0, sizeof(float) * (size_t)(GROUP - at.here));
@@ -230,7 +230,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
     }
 }
 
-void decode(const call_t *call, int64_t start, int64_t stop) {
+static void decode(const call_t *call, int64_t start, int64_t stop) {
     float total[GROUP], values[GROUP];
     int32_t indices[K];
     for (int64_t index = start; index < stop; index++) {
@@ -256,5 +256,5 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
     }
 }
 
-DEFINE_BATCH(encode, )
-DEFINE_BATCH(decode, )
+DEFINE_BATCH(encode)
+DEFINE_BATCH(decode)

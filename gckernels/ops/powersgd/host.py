@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...codec import SEED_MASK, number_in
-from ...toolkit.host.library import COMMON, DTYPES, declare, library
+from ...toolkit.host.library import COMMON, DTYPES, declare, defined, library
 from ...toolkit.host.sources import program_text
 from ...toolkit.host.structs import c_structs, pointer
 from ...toolkit.host.threads import get_num_threads, run_parts
@@ -250,17 +250,21 @@ def _bound(function: Callable[..., Any], call: _Call) -> Callable[[int, int], No
 @functools.cache
 def build() -> Any:
     """The compiled functions, or ``None`` if they cannot be compiled."""
-    built: Any = library(program())
-    if built is not None:
-        declare(built, *_FUNCTIONS)
-    return built
+    return declare(library(program()), *_FUNCTIONS)
 
 
 def program() -> str:
     """The source of the C program of PowerSGD."""
-    constants: dict[str, object] = {"WIDTH": _WIDTH, "ROWS": _ROWS, "PIECE": _PIECE, "CACHED": _CACHED}
-    constants |= {"FOUND_NBYTES": _FOUND_NBYTES, "ROUNDS": reference.ROUNDS, "MAX_RANK": reference.MAX_RANK}
-    constants |= {"DEPENDENT": reference.DEPENDENT.hex(), "CLEAR": reference.CLEAR.hex()}
-    defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    defines = defined(
+        WIDTH=_WIDTH,
+        ROWS=_ROWS,
+        PIECE=_PIECE,
+        CACHED=_CACHED,
+        FOUND_NBYTES=_FOUND_NBYTES,
+        ROUNDS=reference.ROUNDS,
+        MAX_RANK=reference.MAX_RANK,
+        DEPENDENT=reference.DEPENDENT.hex(),
+        CLEAR=reference.CLEAR.hex(),
+    )
     structs = c_structs(matrix_t=_Matrix, call_t=_Call)
     return "\n".join((defines, COMMON, structs, program_text(__package__, *_TEMPLATES)))

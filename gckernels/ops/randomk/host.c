@@ -65,17 +65,17 @@ static void put_header(const call_t *call, float *numbers) {
         uint64_t part = call->seed >> PART_BITS * greater(slot - 1, 0) % 64 & ((1 << PART_BITS) - 1);
         numbers[slot] = slot == 0 ? 1.0f : slot < HEADER_NUMEL - 1 ? (float)part : 0.0f;
     }
-    for (int64_t slot = HEADER_NUMEL + call->k; slot < call->payload_count; slot++) numbers[slot] = 0.0f;
+    for (int64_t slot = HEADER_NUMEL + call->k; slot < call->payload_nbytes / 4; slot++) numbers[slot] = 0.0f;
 }
 
 /* Adds the gradient to the residual, and moves the entries into the payload. Notes the chunks with elements that are not
    finite, and the residuals that entries had before. */
-void encode(const call_t *call, int64_t start, int64_t stop) {
+static void encode(const call_t *call, int64_t start, int64_t stop) {
     float values[TILE], kept[TILE];
     entries_t entries;
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
-        float *numbers = (float *)call->target + t.chunk * call->chunk_stride;
+        float *numbers = (float *)(call->payload + t.chunk * call->payload_stride);
         float *restrict r = AT(call->residual, t.unit_first), *restrict old = AT(call->old, t.chunk * call->k);
         int32_t largest = 0;
         if (r) prefetch(r + TILE, sizeof(float) * TILE);
@@ -108,12 +108,12 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
 
 /* Makes NaN of all values of chunks that have an element that is not finite, and gives their entries their residuals
    back. */
-void take_back(const call_t *call, int64_t start, int64_t stop) {
+static void take_back(const call_t *call, int64_t start, int64_t stop) {
     entries_t entries;
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
         if (!call->nonfinite[t.chunk]) continue;
-        float *numbers = (float *)call->target + t.chunk * call->chunk_stride + HEADER_NUMEL;
+        float *numbers = (float *)(call->payload + t.chunk * call->payload_stride) + HEADER_NUMEL;
         find_entries(call, call->seed, t.first, &entries);
         for (int n = 0; n < entries.count; n++) {
             int64_t number = number_of(call, &entries, n);
@@ -139,15 +139,16 @@ static int read_seed(const float *numbers, uint64_t *seed) {
     return 1;
 }
 
-void decode(const call_t *call, int64_t start, int64_t stop) {
+static void decode(const call_t *call, int64_t start, int64_t stop) {
     float total[TILE];
     entries_t entries;
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
-        const float *numbers = (const float *)call->source + t.chunk * call->chunk_stride;
+        const uint8_t *payload = call->payload + t.chunk * call->payload_stride;
         int damaged = 0;
         memset(total, 0, sizeof total);
-        for (int64_t source = 0; source < call->sources; source++, numbers += call->source_stride) {
+        for (int64_t source = 0; source < call->sources; source++, payload += call->source_stride) {
+            const float *numbers = (const float *)payload;
             uint64_t seed;
             if (!read_seed(numbers, &seed)) {
                 damaged = 1;
@@ -158,10 +159,10 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
                 total[entries.places[n]] += numbers[HEADER_NUMEL + number_of(call, &entries, n)];
         }
         for (int i = 0; i < t.here; i++) total[i] = damaged ? NAN : total[i] * call->scale;
-        store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);
+        store_merged(call->out, call->dtype, t.unit_first, t.here, total, call->accumulate);
     }
 }
 
-DEFINE_BATCH(encode, call.seed = (call.seed + batch->added) & call.seed_mask)
-DEFINE_BATCH(take_back, call.seed = (call.seed + batch->added) & call.seed_mask)
-DEFINE_BATCH(decode, )
+DEFINE_BATCH(encode)
+DEFINE_BATCH(take_back)
+DEFINE_BATCH(decode)

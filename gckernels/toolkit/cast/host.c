@@ -1,5 +1,7 @@
-/* The host path of the casts. host.py puts in front of it call_t, made from the class SummableCall, DTYPE, the
-   payload's type, and TILE. */
+/* The host path of the casts. host.py puts in front of it call_t, made from the class HostCall, DTYPE, the payload's
+   type, and TILE. */
+
+enum { NUMBER_NBYTES = DTYPE == 0 ? 4 : 2 };
 
 /* Stores numbers in a payload. Every NaN becomes the quiet one without a sign, so that equal values have equal bytes.
    */
@@ -16,13 +18,12 @@ static void put(void *to, int64_t first, int count, const float *values) {
 #endif
 }
 
-/* Computes the scaled sum of a tile of all sources; those of a recoding have one chunk. */
-static void merged_tile(const call_t *call, tile_t t, float *restrict total) {
+/* Computes the scaled sum of a tile of all sources, whose chunk is at `payload` in the first one. */
+static void merged_tile(const call_t *call, const uint8_t *payload, tile_t t, float *restrict total) {
     float values[TILE];
     memset(total, 0, sizeof(float) * (size_t)t.here);
-    for (int64_t source = 0; source < call->sources; source++) {
-        int64_t place = source * call->source_stride + t.chunk * call->chunk_stride + t.first;
-        load(call->source, DTYPE, place, t.here, values);
+    for (int64_t source = 0; source < call->sources; source++, payload += call->source_stride) {
+        load(payload, DTYPE, t.first, t.here, values);
         for (int i = 0; i < t.here; i++) total[i] += values[i];
     }
     for (int i = 0; i < t.here; i++) total[i] *= call->scale;
@@ -40,40 +41,40 @@ static inline __attribute__((always_inline)) void encode_tiles(const call_t *cal
             for (int i = 0; i < t.here; i++) values[i] = g[i] + r[i];
         } else {
             if (merging)
-                merged_tile(call, t, values);
+                merged_tile(call, call->source, t, values);
             else
                 load(call->source, call->dtype, t.unit_first, t.here, values);
             if (call->residual)
                 for (int i = 0; i < t.here; i++) values[i] += r[i];
         }
-        int64_t place = t.chunk * call->chunk_stride + t.first;
+        uint8_t *payload = call->payload + t.chunk * call->payload_stride;
         for (int i = 0; i < t.here; i++) sent[i] = values[i] * scale;
-        put(call->target, place, t.here, sent);
+        put(payload, t.first, t.here, sent);
         if (call->residual) {
-            load(call->target, DTYPE, place, t.here, sent);
+            load(payload, DTYPE, t.first, t.here, sent);
             for (int i = 0; i < t.here; i++) {
                 float left = values[i] - sent[i] / scale;
                 r[i] = is_finite(left) ? left : r[i];
             }
         }
-        int64_t end = t.first + TILE >= call->size ? call->payload_count : t.first + TILE; /* padding included */
-        size_t width = DTYPE == FP32 ? 4 : 2;
-        memset((char *)call->target + (size_t)(place + t.here) * width, 0, (size_t)(end - t.first - t.here) * width);
+        int64_t used = (t.first + t.here) * NUMBER_NBYTES, end = (t.first + TILE) * NUMBER_NBYTES;
+        if (t.first + TILE >= call->size) end = call->payload_nbytes; /* padding included */
+        memset(payload + used, 0, (size_t)(end - used));
     }
 }
 
-void encode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 0); }
-void recode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 1); }
+static void encode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 0); }
+static void recode(const call_t *call, int64_t start, int64_t stop) { encode_tiles(call, start, stop, 1); }
 
-void decode(const call_t *call, int64_t start, int64_t stop) {
+static void decode(const call_t *call, int64_t start, int64_t stop) {
     float total[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = tile_of(index, call->tiles, TILE, call->size, call->numel);
-        merged_tile(call, t, total);
-        store_merged(call->target, call->dtype, t.unit_first, t.here, total, call->accumulate);
+        merged_tile(call, call->payload + t.chunk * call->payload_stride, t, total);
+        store_merged(call->out, call->dtype, t.unit_first, t.here, total, call->accumulate);
     }
 }
 
-DEFINE_BATCH(encode, )
-DEFINE_BATCH(decode, )
-DEFINE_BATCH(recode, )
+DEFINE_BATCH(encode)
+DEFINE_BATCH(decode)
+DEFINE_BATCH(recode)

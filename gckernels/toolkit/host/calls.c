@@ -11,14 +11,13 @@ SHARED inline int64_t unit_of(const batch_t *batch, int64_t tile) {
     return first;
 }
 
-/* Defines `name`_batch, which calls `name` for tiles `start` to `stop` of all units. The statement PREPARE may change
-   `call` before. */
-#define DEFINE_BATCH(name, PREPARE) \
+/* Defines `name`_batch, which calls `name` for tiles `start` to `stop` of all units. */
+#define DEFINE_BATCH(name) \
     void name##_batch(const batch_t *batch, int64_t start, int64_t stop) { \
         for (int64_t unit = unit_of(batch, start); start < stop; unit++) { \
             int64_t first = unit ? batch->ends[unit - 1] : 0, end = lesser(batch->ends[unit], stop); \
             call_t call = ((const call_t *)batch->calls)[unit]; \
-            PREPARE; \
+            call.seed = (call.seed + batch->added) & batch->seed_mask; \
             name(&call, start - first, end - first); \
             start = end; \
         } \

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
+from typing import Any
 
 import torch
 
@@ -77,13 +78,19 @@ def _compiled(kept: ProgramCache, key: str, command: tuple[str, ...], source: st
         return found
 
 
-def declare(built: ctypes.CDLL, *names: str) -> None:
-    """Declare those of the functions ``name(call, start, stop)`` that ``built`` has. They work on tiles ``start`` to
-    ``stop``."""
+def declare(built: ctypes.CDLL | None, *names: str) -> Any:
+    """``built``, with those of the functions ``name(call, start, stop)`` declared that it has. They work on tiles
+    ``start`` to ``stop``."""
     for name in names:
         if hasattr(built, name):
             function = getattr(built, name)
             function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64), None
+    return built
+
+
+def defined(**constants: object) -> str:
+    """The C text that defines the constants."""
+    return "".join(f"#define {name} {value}\n" for name, value in constants.items())
 
 
 @functools.cache

@@ -367,7 +367,7 @@ static void encode_residual(const float *restrict values, int here, codes_of_t t
 
 /* Returns the residual of a tile: its own memory, or `scratch` for one in 8 bits. */
 INLINE float *residual_of(const call_t *call, tile_t t, float *restrict scratch) {
-    if (!call->residual || !call->is_encoded) return AT((float *)call->residual, t.unit_first);
+    if (!call->residual || !call->is_encoded) return AT(call->residual, t.unit_first);
     decode_residual(encoded_residual(call, t), t.here, scratch);
     return scratch;
 }
@@ -417,7 +417,7 @@ INLINE void encode_row(const float *restrict values, const float *restrict dithe
 /* ------------------------------------------------------------------ functions for Python */
 
 #if WHOLE
-void partials(const call_t *call, int64_t start, int64_t stop) {
+static void partials(const call_t *call, int64_t start, int64_t stop) {
     float scratch[TILE], kept[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
@@ -434,7 +434,7 @@ void partials(const call_t *call, int64_t start, int64_t stop) {
         total_##t = kind##_BOTH(total_##t, kind##_OF(of_tile[i * TERMS + t])); \
     terms.of[t][0] = kind##_RESULT((kind##_t)total_##t);
 
-void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
+static void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
     for (int64_t chunk = start; chunk < stop; chunk++) {
         terms_t terms;
         const float *of_tile = call->partials + chunk * call->tiles * TERMS;
@@ -447,7 +447,7 @@ void finish_chunks(const call_t *call, int64_t start, int64_t stop) {
 }
 #endif
 
-void encode(const call_t *call, int64_t start, int64_t stop) {
+static void encode(const call_t *call, int64_t start, int64_t stop) {
     float scratch[TILE], kept[TILE];
     uint8_t codes[TILE + 8];
 #if RANDOM
@@ -496,7 +496,7 @@ void encode(const call_t *call, int64_t start, int64_t stop) {
     }
 }
 
-void decode(const call_t *call, int64_t start, int64_t stop) {
+static void decode(const call_t *call, int64_t start, int64_t stop) {
     float total[TILE];
     for (int64_t index = start; index < stop; index++) {
         tile_t t = locate(call, index);
@@ -506,8 +506,8 @@ void decode(const call_t *call, int64_t start, int64_t stop) {
 }
 
 #if WHOLE
-DEFINE_BATCH(partials, )
-DEFINE_BATCH(finish_chunks, )
+DEFINE_BATCH(partials)
+DEFINE_BATCH(finish_chunks)
 #endif
-DEFINE_BATCH(encode, call.seed = (call.seed + batch->added) & INT64_MAX)
-DEFINE_BATCH(decode, )
+DEFINE_BATCH(encode)
+DEFINE_BATCH(decode)

@@ -5,173 +5,92 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from ...codec import Backend, Decoding, Encoding, Recoding, Work, number_in
+from ...codec import Decoding, Encoding, Recoding, Work
+from ..host.backend import HostBackend
 from ..host.c_forms import HELPERS, lower
-from ..host.calls import BATCHES, HostCalls
-from ..host.library import COMMON, DTYPES, PART, TILE, VECTORS, declare, library, warn_once
+from ..host.calls import HostCall, HostCalls, Seeding, batches
+from ..host.library import COMMON, TILE, VECTORS, declare, defined, library, warn_once
 from ..host.sources import program_text
-from ..host.structs import c_structs, pointer
-from ..host.threads import run_parts
+from ..host.structs import pointer
 from ..lowering import FLOAT, INT, NotLowered
 from ..payload import STATUS_OK
-from ..reference import REFERENCE
 from .maps import Statistic
 
 _TEMPLATE = "host.c"
 
 
-class _Call(ctypes.Structure):
+class _Call(HostCall):
     """Arguments of the functions in ``host.c``, as ``call_t``."""
 
     _fields_ = (
-        ("source", pointer(const=True)),  # the gradient, or payloads
-        ("residual", pointer()),  # fp32, or in 8 bits, or None
-        ("payload", pointer(ctypes.c_uint8)),  # the payload to write; when decoding, the payloads to read
-        ("out", pointer()),  # the output of decoding
         ("partials", pointer(ctypes.c_float)),  # [chunks * tiles, terms], for the statistic of a whole chunk
-        *(
-            (name, ctypes.c_int64) for name in ("numel", "size", "tiles")
-        ),  # elements of unit and chunk; tiles of a chunk
-        *((name, ctypes.c_int64) for name in ("payload_stride", "sources", "source_stride")),
         *((name, ctypes.c_int64) for name in ("blocks", "stats_nbytes", "codes_offset", "codes_nbytes")),
-        *(
-            ("seed", ctypes.c_uint64),
-            ("scale", ctypes.c_float),
-            ("dtype", ctypes.c_int32),
-            ("accumulate", ctypes.c_int32),
-            ("is_encoded", ctypes.c_int32),  # whether the residual is in 8 bits
-        ),
+        ("is_encoded", ctypes.c_int32),  # whether the residual is in 8 bits
     )
 
 
-class QuantizerHost(Backend):
-    """The host path of quantisers. Units that are bound together take one call of each function of the C program."""
-
-    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        built = build(unit.compressor, merging=False)
-        if built is None:
-            REFERENCE.encode(unit, scale)
-            return
-        _encode(built, _encoding(unit), unit.payload.shape[0])
+class QuantizerHost(HostBackend):
+    """The host path of quantisers."""
 
     def compile(self, compressor: Any, recodes: bool) -> None:
         build(compressor, merging=False)
         if recodes:
             build(compressor.shard_compressor, merging=True)
 
-    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-        built = build(unit.compressor, merging=False)
-        if built is None:
-            REFERENCE.decode(unit, scale, accumulate)
-            return
-        call = _decoding(unit, scale, accumulate)
-        run_parts(functools.partial(built.decode, ctypes.byref(call)), unit.payloads.shape[1] * call.tiles, PART)
-
-    def recode(self, unit: Recoding, scale: float = 1.0) -> None:
-        built = build(unit.compressor.shard_compressor, merging=True)
-        if built is None:
-            REFERENCE.recode(unit, scale)
-            return
-        _encode(built, _recoding(unit, scale), 1)
-
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+    def encoder(self, units: Sequence[Encoding], scale: float, seeds: Seeding) -> Work | None:
         built = build(units[0].compressor, merging=False)
-        if built is None:
-            return super().bind_encodes(units, scale, added)
-        chunks = [unit.payload.shape[0] for unit in units]
-        return _bind_encodes(built, [_encoding(unit) for unit in units], chunks, added)
+        calls = [_Call.encoding(unit, **_places(unit.compressor, unit.size), **_form(unit)) for unit in units]
+        return built and _encoder(built, calls, seeds)
 
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
+    def decoder(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Work | None:
         built = build(units[0].compressor, merging=False)
-        if built is None:
-            return super().bind_decodes(units, scale, accumulate)
-        calls = [_decoding(unit, scale, accumulate) for unit in units]
-        tiles = [call.tiles * unit.payloads.shape[1] for call, unit in zip(calls, units, strict=True)]
-        return functools.partial(HostCalls(calls, tiles).run, built.decode_batch)
+        calls = [_Call.decoding(unit, scale, accumulate, **_places(unit.compressor, unit.size)) for unit in units]
+        return built and HostCalls(calls).work(built.decode_batch)
 
-    def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
+    def recoder(self, units: Sequence[Recoding], scale: float, seeds: Seeding) -> Work | None:
         built = build(units[0].compressor.shard_compressor, merging=True)
-        if built is None:
-            return super().bind_recodes(units, scale, added)
-        return _bind_encodes(built, [_recoding(unit, scale) for unit in units], [1] * len(units), added)
+        calls = [_Call.recoding(unit, scale, **_places(unit.compressor, unit.size), **_form(unit)) for unit in units]
+        return built and _encoder(built, calls, seeds)
 
 
-# -------------------------------------------------------------------- calls
-
-
-def _encoding(unit: Encoding) -> _Call:
-    grad, payload = unit.grad, unit.payload
-    call = _call(unit, grad.numel(), payload, payload.stride(0), dtype=DTYPES[grad.dtype], seed=unit.seed)
-    return _with_source(call, grad, unit.residual)
-
-
-def _recoding(unit: Recoding, scale: float) -> _Call:
-    call = _call(unit, unit.numel, unit.payload, 0, seed=unit.seed, scale=scale)
-    call.sources, call.source_stride = unit.payloads.shape[0], unit.payloads.stride(0)
-    return _with_source(call, unit.payloads, unit.residual)
-
-
-def _decoding(unit: Decoding, scale: float, accumulate: bool) -> _Call:
-    payloads, out = unit.payloads, unit.out
-    call = _call(unit, out.numel(), payloads, payloads.stride(1), dtype=DTYPES[out.dtype], scale=scale)
-    call.sources, call.source_stride = payloads.shape[0], payloads.stride(0)
-    call.out, call.accumulate = out.data_ptr(), accumulate
-    return call
-
-
-def _with_source(call: _Call, source: torch.Tensor, residual: torch.Tensor | None) -> _Call:
-    call.source = source.data_ptr()
-    call.residual = None if residual is None else residual.data_ptr()
-    call.is_encoded = residual is not None and residual.dtype == torch.uint8
-    return call
-
-
-def _call(unit: Any, numel: int, payload: torch.Tensor, payload_stride: int, **values: Any) -> _Call:
-    quantizer, size = unit.compressor, unit.size  # the payload of a shard has the same layout
+@functools.lru_cache(maxsize=65536)  # every call needs them
+def _places(quantizer: Any, size: int) -> dict[str, int]:
+    """Facts about payloads of ``size`` elements; those of a shard have the same layout."""
     layout = quantizer.layout(size)
-    stats = layout["stats"] if quantizer.num_stats else None
-    return _Call(
-        payload=payload.data_ptr(),
-        payload_stride=payload_stride,
-        numel=numel,
-        size=size,
-        tiles=max(1, -(-size // _tile_numel(quantizer.block))),
-        blocks=stats.count // quantizer.num_stats if stats else 0,
-        stats_nbytes=stats.nbytes if stats else 0,
-        codes_offset=layout["codes"].offset,
-        codes_nbytes=layout["codes"].nbytes,
-        **{"scale": 1.0} | values,
+    codes, stats = layout["codes"], layout["stats"] if quantizer.num_stats else None
+    return {
+        "tiles": max(1, -(-size // _tile_numel(quantizer.block))),
+        "blocks": stats.count // quantizer.num_stats if stats else 0,
+        "stats_nbytes": stats.nbytes if stats else 0,
+        "codes_offset": codes.offset,
+        "codes_nbytes": codes.nbytes,
+    }
+
+
+def _form(unit: Encoding | Recoding) -> dict[str, bool]:
+    return {"is_encoded": unit.residual is not None and unit.residual.dtype == torch.uint8}
+
+
+def _encoder(built: Any, calls: Sequence[_Call], seeds: Seeding) -> Work:
+    if not built.terms:
+        return HostCalls(calls, seeds).work(built.encode_batch)
+    partials = torch.empty(
+        sum([call.chunks * call.tiles for call in calls]) * built.terms, dtype=torch.float32, device="cpu"
     )
+    place = partials.data_ptr()
+    for call in calls:
+        call.partials = place
+        place += 4 * built.terms * call.chunks * call.tiles
+    together = HostCalls(calls, seeds)
 
-
-def _encode(built: ctypes.CDLL, call: _Call, chunks: int) -> None:
-    where = ctypes.byref(call)
-    tiles = chunks * call.tiles
-    if built.terms:
-        partials = torch.empty(tiles * built.terms, dtype=torch.float32, device="cpu")
-        call.partials = partials.data_ptr()
-        run_parts(functools.partial(built.partials, where), tiles, PART)
-        built.finish_chunks(where, 0, chunks)
-    run_parts(functools.partial(built.encode, where), tiles, PART)
-
-
-def _bind_encodes(built: Any, calls: list[_Call], chunks: list[int], added: torch.Tensor | None) -> Work:
-    tiles = [call.tiles * number for call, number in zip(calls, chunks, strict=True)]
-    partials = torch.empty(sum(tiles) * built.terms, dtype=torch.float32, device="cpu")
-    for call, first in zip(calls, accumulate(tiles, initial=0), strict=False):
-        call.partials = partials.data_ptr() + 4 * built.terms * first
-    by_tile, by_chunk = HostCalls(calls, tiles), HostCalls(calls, chunks)
-
-    def work() -> None:
-        if partials.numel():
-            by_tile.run(built.partials_batch)
-            by_chunk.run(built.finish_chunks_batch)
-        by_tile.run(built.encode_batch, number_in(added))
+    def work(partials: torch.Tensor = partials) -> None:  # kept as long as the function
+        together.run(built.partials_batch)
+        together.run_chunks(built.finish_chunks_batch)
+        together.run(built.encode_batch)
 
     return work
 
@@ -193,8 +112,7 @@ def build(quantizer, merging: bool) -> Any:
     built: Any = library(source)
     if built is None:
         return None
-    names = ("encode", "decode", "partials", "finish_chunks")
-    declare(built, *names, *(f"{name}_batch" for name in names))
+    declare(built, "encode_batch", "decode_batch", "partials_batch", "finish_chunks_batch")
     statistic = quantizer.maps.statistic
     built.terms = len(statistic.kinds) if statistic and quantizer.block is None else 0
     return built
@@ -216,32 +134,31 @@ def program(quantizer, merging: bool) -> str:
     kinds = statistic.kinds if statistic else ()
     quick_kinds = shortcut.statistic.kinds if shortcut else ()
     tile = _tile_numel(quantizer.block)
-    defines = {
-        "BITS": quantizer.bits,
-        "BLOCK": quantizer.block or tile,
-        "TILE": tile,
-        "WHOLE": int(_whole(quantizer)),
-        "STATS": quantizer.num_stats,
-        "TERMS": max(1, len(kinds)),
-        "SHORTCUT": int(shortcut is not None),
-        "QUICK_TERMS": len(quick_kinds),
-        "STAT_BF16": int(quantizer.stats_dtype == torch.bfloat16),
-        "RANDOM": int(quantizer.traits.stochastic),
-        "DITHER_BASE": quantizer.maps.dither_base,
-        "MERGING": int(merging),
-        "STATUS": STATUS_OK,
-    }
+    defines = defined(
+        BITS=quantizer.bits,
+        BLOCK=quantizer.block or tile,
+        TILE=tile,
+        WHOLE=int(_whole(quantizer)),
+        STATS=quantizer.num_stats,
+        TERMS=max(1, len(kinds)),
+        SHORTCUT=int(shortcut is not None),
+        QUICK_TERMS=len(quick_kinds),
+        STAT_BF16=int(quantizer.stats_dtype == torch.bfloat16),
+        RANDOM=int(quantizer.traits.stochastic),
+        DITHER_BASE=quantizer.maps.dither_base,
+        MERGING=int(merging),
+        STATUS=STATUS_OK,
+    )
     return "\n".join(
         [
             COMMON,
             VECTORS,
-            *(f"#define {name} {value}" for name, value in defines.items()),
+            defines,
             f"#define EACH_TERM(X) {_each_of(kinds)}",
             f"#define EACH_QUICK_TERM(X) {_each_of(quick_kinds)}",
             HELPERS,
             *(f"static inline {head} {{ {' '.join(body)} }}" for head, body in _functions(quantizer)),
-            c_structs(call_t=_Call),
-            BATCHES,
+            batches(_Call),
             program_text(__package__, _TEMPLATE),
         ]
     )

@@ -7,13 +7,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ...codec import SEED_MASK, Backend, Decoding, Encoding, Work
-from ..host.library import COMMON, VECTORS, declare, library
+from ...codec import Decoding, Encoding, Work
+from ..host.backend import HostBackend
+from ..host.calls import Seeding
+from ..host.library import COMMON, VECTORS, declare, defined, library
 from ..host.sources import program_text
 from ..payload import STATUS_OK
-from ..reference import REFERENCE
 from .entries import BLOCK, SPAN
 from .host_calls import STRUCTS
 from .host_units import DecodeUnits, EncodeUnits
@@ -30,39 +29,21 @@ _FUNCTIONS = (
 )
 
 
-class SparsifierHost(Backend):
+class SparsifierHost(HostBackend):
     """Sparsifiers on the CPU. Threads share large units, and small ones are encoded by one thread each."""
 
     def compile(self, compressor: Any, recodes: bool) -> None:
         build()
 
-    def encode(self, unit: Encoding, scale: float = 1.0) -> None:
-        _encoder((unit,), scale, 2**64 - 1)()
+    def encoder(self, units: Sequence[Encoding], scale: float, seeds: Seeding) -> Work | None:
+        for unit in units:
+            require_size(unit.compressor.name, unit.size)
+        built = build()
+        return built and EncodeUnits(built, units, seeds)
 
-    def decode(self, unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-        _decoder((unit,), scale, accumulate)()
-
-    def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
-        return _encoder(units, scale, SEED_MASK, added)
-
-    def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
-        return _decoder(units, scale, accumulate)
-
-
-def _encoder(units: Sequence[Encoding], scale: float, seed_mask: int, added: torch.Tensor | None = None) -> Work:
-    for unit in units:
-        require_size(unit.compressor.name, unit.size)
-    built = build()
-    if built is None:
-        return REFERENCE.bind_encodes(units, scale, added)
-    return EncodeUnits(built, units, seed_mask, added)
-
-
-def _decoder(units: Sequence[Decoding], scale: float, accumulate: bool) -> Work:
-    built = build()
-    if built is None:
-        return REFERENCE.bind_decodes(units, scale, accumulate)
-    return DecodeUnits(built, units, scale, accumulate)
+    def decoder(self, units: Sequence[Decoding], scale: float, accumulate: bool) -> Work | None:
+        built = build()
+        return built and DecodeUnits(built, units, scale, accumulate)
 
 
 @functools.cache
@@ -84,16 +65,17 @@ def build() -> Any:
 
 def program() -> str:
     """The source of the C program."""
-    constants = {
-        "TILE": SPAN,
-        "BLOCK": BLOCK,
-        "STATUS": STATUS_OK,
-        "SAMPLED": _SAMPLED,
-        "ROOM": _ROOM,
-        "NAN_KEY": NAN_KEY,
-    }
-    constants |= {"MAX_FINITE_KEY": MAX_FINITE_KEY, "LEADING_SHIFT": LEADING_SHIFT}
-    constants |= {"MIN_SAMPLE": MIN_SAMPLE, "MAX_SAMPLE_STRIDE": MAX_SAMPLE_STRIDE}
-    constants |= {each.name: each.value for each in Narrowing}
-    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return "\n".join((COMMON, VECTORS, defined, STRUCTS, _PROGRAM))
+    constants = defined(
+        TILE=SPAN,
+        BLOCK=BLOCK,
+        STATUS=STATUS_OK,
+        SAMPLED=_SAMPLED,
+        ROOM=_ROOM,
+        NAN_KEY=NAN_KEY,
+        MAX_FINITE_KEY=MAX_FINITE_KEY,
+        LEADING_SHIFT=LEADING_SHIFT,
+        MIN_SAMPLE=MIN_SAMPLE,
+        MAX_SAMPLE_STRIDE=MAX_SAMPLE_STRIDE,
+        **{each.name: each.value for each in Narrowing},
+    )
+    return "\n".join((COMMON, VECTORS, constants, STRUCTS, _PROGRAM))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import torch
 
@@ -31,21 +32,23 @@ class ChunkPayloads(ctypes.Structure):
     @classmethod
     def of(cls, compressor, size: int, numel: int, payload: torch.Tensor) -> ChunkPayloads:
         """The part for ``payload [..., chunks, nbytes]`` of a unit of ``numel`` elements in chunks of ``size``."""
-        layout = compressor.layout(size)
-        return cls(
-            payload=payload.data_ptr(),
-            chunks=payload.shape[-2],
-            payload_stride=payload.stride(-2),
-            nbytes=layout.nbytes,
-            numel=numel,
-            size=size,
-            tiles=max(1, -(-size // SPAN)),
-            k=compressor.capacity(size),
-            highs_words=layout["highs"].count,
-            **{f"{field.name}_offset": field.offset for field in layout.fields},
-            low=compressor.entries.low,
-            value_bits=compressor.value_bits,
-        )
+        chunks, nbytes = payload.shape[-2:]
+        places = _places(compressor, size)
+        return cls(payload.data_ptr(), chunks, payload.stride(-2), nbytes, numel, size, **places)
+
+
+@functools.lru_cache(maxsize=65536)  # every call needs them
+def _places(compressor, size: int) -> dict[str, int]:
+    """Facts about payloads of ``size`` elements."""
+    layout = compressor.layout(size)
+    return {
+        "tiles": max(1, -(-size // SPAN)),
+        "k": compressor.capacity(size),
+        "highs_words": layout["highs"].count,
+        **{f"{field.name}_offset": field.offset for field in layout.fields},
+        "low": compressor.entries.low,
+        "value_bits": compressor.value_bits,
+    }
 
 
 class GradientSource(ctypes.Structure):
@@ -67,8 +70,8 @@ class GradientSource(ctypes.Structure):
         accumulation = compressor.accumulation
         kept = velocity = None
         if residual is not None:
-            kept = residual.data_ptr() + (accumulation.states - 1) * grad.numel() * residual.itemsize
-            velocity = residual.data_ptr() if accumulation.states > 1 else None
+            kept = residual.data_ptr() + (residual.numel() - grad.numel()) * residual.itemsize
+            velocity = residual.data_ptr() if accumulation.momentum else None
         return cls(
             grad=grad.data_ptr(),
             residual=kept,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...codec import SEED_MASK, Decoding, Encoding, number_in
+from ..host.calls import Seeding
 from ..host.library import PART
 from ..host.threads import get_num_threads, run_parts
 from .entries import BLOCK
@@ -26,17 +27,16 @@ class EncodeUnits:
     Args:
         built: the compiled functions.
         units: the units.
-        seed_mask: the bits of seeds that are used.
-        added: the number that is added to all seeds, if there is one.
+        seeds: how the units' seeds are used.
     """
 
-    def __init__(self, built: Any, units: Sequence[Encoding], seed_mask: int, added: torch.Tensor | None) -> None:
-        self._built, self._units, self._added = built, units, added
-        self._calls, self._alone = _in_order([EncodeCall.of(unit, seed_mask) for unit in units])
+    def __init__(self, built: Any, units: Sequence[Encoding], seeds: Seeding) -> None:
+        self._built, self._units, self._added = built, units, seeds.added
+        self._calls, self._alone = _in_order([EncodeCall.of(unit, seeds.mask) for unit in units])
         self._nbytes = [built.lay_out(ctypes.byref(call), None) for call in self._calls]
 
     def __call__(self) -> None:
-        added = number_in(self._added) & SEED_MASK
+        added = 0 if self._added is None else number_in(self._added) & SEED_MASK
         alone = self._alone.on(get_num_threads())
         run_parts(functools.partial(self._encode_alone, added), alone, self._alone.min_part)
         for number in range(alone, len(self._calls)):
@@ -140,10 +140,16 @@ class _Alone:
 
 def _in_order(calls: Sequence[Any]) -> tuple[Any, _Alone]:
     """The calls side by side in memory, small ones first."""
-    ordered = sorted(calls, key=lambda call: call.tiles >= _SHARED)
-    tiles = [call.tiles for call in calls if call.tiles < _SHARED]
-    alone = _Alone(len(tiles), len(calls), -(-PART * len(tiles) // max(1, sum(tiles))))
-    return (type(calls[0]) * len(calls))(*ordered), alone
+    small, large, tiles = [], [], 0
+    for call in calls:
+        of_call = call.payloads.chunks * call.payloads.tiles
+        if of_call < _SHARED:
+            small.append(call)
+            tiles += of_call
+        else:
+            large.append(call)
+    alone = _Alone(len(small), len(calls), -(-PART * len(small) // max(1, tiles)))
+    return (type(calls[0]) * len(calls))(*small, *large), alone
 
 
 def _bytes(nbytes: int) -> torch.Tensor:
