@@ -34,7 +34,7 @@ import gckernels
 from bench.gpu import bandwidth, bits, compilation, low_rank, memcheck
 from bench.kernels import batch, gpu_kernels, powersgd, topk
 from gckernels import EFSignSGD
-from gckernels.toolkit.quantizer.batch_kernels import QuantizerTriton
+from gckernels.toolkit.quantizer.launches import QuantizerTriton
 
 
 class _Dying(QuantizerTriton):

@@ -107,42 +107,41 @@ def _with_bits(words, MASK: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _spread(words, STEP: tl.constexpr, COUNT: tl.constexpr):
-    """Words shifted to the right by multiples of ``STEP``, in ``COUNT`` places of a new last dimension or several."""
+def _at_places(
+    OF: tl.constexpr, words, PLACE: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr
+):  # fmt: skip
+    """``OF(words, place, FORM)`` of ``COUNT`` places from ``PLACE`` on, ``STEP`` bits apart, in a new last dimension or
+    several."""
     if COUNT == 1:
-        return words
+        return OF(words, PLACE, FORM)
     else:
-        return tl.join(_spread(words, 2 * STEP, COUNT // 2), _spread(words >> STEP, 2 * STEP, COUNT // 2))
+        even = _at_places(OF, words, PLACE, 2 * STEP, COUNT // 2, FORM)
+        return tl.join(even, _at_places(OF, words, PLACE + STEP, 2 * STEP, COUNT // 2, FORM))
 
 
 @triton.jit
-def _numbers_in_place(words, PLACE: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr):
-    """The fp32 numbers of the codes at ``COUNT`` places of words, ``STEP`` bits apart, in a new last dimension or
-    several.
+def _bits_at(words, PLACE: tl.constexpr, FORM: tl.constexpr):
+    return words >> PLACE
 
-    A code stays where it is: it becomes a part of the mantissa of the power of two whose bit there counts 1, which is
+
+@triton.jit
+def _number_at(words, PLACE: tl.constexpr, FORM: tl.constexpr):
+    """The fp32 number of the code at ``PLACE``.
+
+    The code stays where it is: it becomes a part of the mantissa of the power of two whose bit there counts 1, which is
     then subtracted. Both are exact. A mantissa has room for 16 places, so half of a word is shifted once.
     """
-    if COUNT == 1:
-        if PLACE >= 16:
-            words = words >> 16
-        AT: tl.constexpr = PLACE % 16
-        bits = _with_bits(words, FORM.mask << AT, (150 - AT) << 23)
-        return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + FORM.zero)
-    else:
-        even = _numbers_in_place(words, PLACE, 2 * STEP, COUNT // 2, FORM)
-        return tl.join(even, _numbers_in_place(words, PLACE + STEP, 2 * STEP, COUNT // 2, FORM))
+    if PLACE >= 16:
+        words = words >> 16
+    AT: tl.constexpr = PLACE % 16
+    bits = _with_bits(words, FORM.mask << AT, (150 - AT) << 23)
+    return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - AT) + FORM.zero)
 
 
 @triton.jit
-def _signs_in_place(words, PLACE: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
-    """The bits of words that are ``COUNT`` places above ``PLACE``, ``STEP`` bits apart, as signs, like
-    :func:`_numbers_in_place`."""
-    if COUNT == 1:
-        return ((words << (31 - PLACE)) & 0x80000000).to(tl.int32, bitcast=True)
-    else:
-        even = _signs_in_place(words, PLACE, 2 * STEP, COUNT // 2)
-        return tl.join(even, _signs_in_place(words, PLACE + STEP, 2 * STEP, COUNT // 2))
+def _sign_at(words, PLACE: tl.constexpr, FORM: tl.constexpr):
+    """The bit at ``PLACE`` as a sign."""
+    return ((words << (31 - PLACE)) & 0x80000000).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -182,9 +181,10 @@ def load_numbers(
     """The codes of :func:`load_codes` as :func:`as_numbers` has them."""
     if 8 % BITS == 0:
         words = _load_runs(field_ptr, nbytes, ROWS, COLUMNS, BITS, RUN, IS_FULL)
-        numbers = tl.reshape(_numbers_in_place(words, 0, BITS, min(32 // BITS, RUN), FORM), (ROWS, COLUMNS))
+        COUNT: tl.constexpr = min(32 // BITS, RUN)
+        numbers = tl.reshape(_at_places(_number_at, words, 0, BITS, COUNT, FORM), (ROWS, COLUMNS))
         if FORM.signed:
-            signs = _signs_in_place(words, BITS - 1, BITS, min(32 // BITS, RUN))
+            signs = _at_places(_sign_at, words, BITS - 1, BITS, COUNT, FORM)
             return numbers, tl.reshape(signs, (ROWS, COLUMNS))
         else:
             return (numbers,)
@@ -219,7 +219,7 @@ def load_codes(
     """
     if 8 % BITS == 0:
         words = _load_runs(field_ptr, nbytes, ROWS, COLUMNS, BITS, RUN, IS_FULL)
-        codes = tl.reshape(_spread(words, BITS, min(32 // BITS, RUN)), (ROWS, COLUMNS))
+        codes = tl.reshape(_at_places(_bits_at, words, 0, BITS, min(32 // BITS, RUN), None), (ROWS, COLUMNS))
         return codes.to(tl.int32, bitcast=True) & (2**BITS - 1)
     else:
         slots, used = packed_slots(tl.arange(0, ROWS), ROWS, COLUMNS, BITS)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -21,9 +22,9 @@ from gckernels import Codec, chunk_numel, residual_nbytes
 from gckernels.codec import Backend, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd_kernels
 from gckernels.testing.configurations import CONFIGURATIONS, DEFAULTS
-from gckernels.toolkit.kernels.batch import KernelBackend
+from gckernels.toolkit.kernels import sharing
 from gckernels.toolkit.kernels.launch import Launch, record_launches
-from gckernels.toolkit.kernels.launch_batch import LaunchBackend
+from gckernels.toolkit.kernels.sharing import KernelBackend
 from harness.machine_code.aot import TARGETS, compile_launches, specialize
 
 # name: (dtype of gradient and output, elements, chunks, sources); shapes and addresses alone matter: nothing is filled
@@ -119,8 +120,8 @@ def call_of_large(compressor: Codec, dtype: torch.dtype, numel: int, chunks: int
         Encoding(compressor, grad, residual, payloads[0], 0, size),
         torch.zeros(1, dtype=torch.int64, device="cpu"),
     )
-    assert isinstance(compressor.triton, LaunchBackend)
-    work = LaunchBackend.bind_encodes(compressor.triton, [unit], 1.0, added)
+    with mock.patch.object(sharing, "OWN_LAUNCH", 0):
+        work = compressor.triton.bind_encodes([unit], 1.0, added)
     with record_launches() as recorded:
         work()
     return "encode as a large unit", {"grad": grad, "residual": residual}, recorded

@@ -13,7 +13,7 @@ from cases import cases
 from gckernels import ChunkTopK, Identity, RandomK
 from gckernels.batch import bind_decodes, bind_encodes, bind_recodes
 from gckernels.codec import SEED_MASK, Decoding, Encoding, Recoding
-from gckernels.toolkit.kernels import batch as kernel_batch
+from gckernels.toolkit.kernels import sharing
 from gckernels.toolkit.kernels.launch import record_launches
 from gckernels.toolkit.sparsifier import Sparsifier, encode_kernels
 from helpers import (
@@ -102,11 +102,11 @@ def test_recodes(compressor, implementation):
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
 @parametrize(is_sparsifier, quick=())
-@pytest.mark.parametrize("own_launch", [0, kernel_batch.OWN_LAUNCH])
+@pytest.mark.parametrize("own_launch", [0, sharing.OWN_LAUNCH])
 def test_sparsifiers_in_several_steps(compressor, implementation, own_launch, monkeypatch):
     """A second step gives the right bits, too, after other units have used the memory of the temporaries; whether units
     share launches or not, and whether they have candidates or not."""
-    monkeypatch.setattr(kernel_batch, "OWN_LAUNCH", own_launch)
+    monkeypatch.setattr(sharing, "OWN_LAUNCH", own_launch)
     monkeypatch.setattr(encode_kernels, "SMALL", 256)
     monkeypatch.setattr(encode_kernels, "SAMPLES", 1024)
     triton, device = compressor.triton, implementation.device
@@ -240,7 +240,7 @@ def test_one_launch_for_all(compressor):
 
 def test_large_units_are_launched_by_themselves(monkeypatch):
     """The results stay the same."""
-    monkeypatch.setattr(kernel_batch, "OWN_LAUNCH", 1000)
+    monkeypatch.setattr(sharing, "OWN_LAUNCH", 1000)
     compressor = DEFAULTS["BlockQuant"]
     units = encodings(compressor, KERNEL.device, 1, (torch.float32,), (16, 1600, 32), residuals=False)
     assert launches(compressor, units) == 2

@@ -14,7 +14,7 @@ from configurations import DEFAULTS, parametrize
 
 from gckernels.codec import SEED_MASK, Decoding, Encoding, Recoding
 from gckernels.ops.powersgd import kernels as powersgd
-from gckernels.toolkit.kernels import batch
+from gckernels.toolkit.kernels import sharing
 from gckernels.toolkit.kernels.launch import Launch, record_launches
 from helpers import KERNEL_PARAM, Operations, assert_equal, encode, number
 
@@ -55,20 +55,20 @@ def works(compressor, added: torch.Tensor) -> dict[str, Callable[[], None]]:
 
 
 @parametrize(among=DEFAULTS)
-@pytest.mark.parametrize("own_launch", [0, batch.OWN_LAUNCH], ids=["one by one", "together"])
+@pytest.mark.parametrize("own_launch", [0, sharing.OWN_LAUNCH], ids=["one by one", "together"])
 def test_a_step_of_bound_units_only_launches(compressor, own_launch, monkeypatch):
-    monkeypatch.setattr(batch, "OWN_LAUNCH", own_launch)
+    monkeypatch.setattr(sharing, "OWN_LAUNCH", own_launch)
     for name, work in works(compressor, number(5)).items():
         found = host_work(work)
         assert set(found) <= {"aten.zero_.default"}, (name, found)
 
 
 @parametrize(among=DEFAULTS)
-@pytest.mark.parametrize("own_launch", [0, batch.OWN_LAUNCH], ids=["one by one", "together"])
+@pytest.mark.parametrize("own_launch", [0, sharing.OWN_LAUNCH], ids=["one by one", "together"])
 def test_steps_launch_the_same_with_the_same_arguments(compressor, own_launch, monkeypatch):
     """A CUDA graph repeats the arguments of the step that it has captured. With a number that changes as an argument,
     all replays would draw the same random numbers."""
-    monkeypatch.setattr(batch, "OWN_LAUNCH", own_launch)
+    monkeypatch.setattr(sharing, "OWN_LAUNCH", own_launch)
     added = number(5)
     for name, work in works(compressor, added).items():
         first = launches(work)
@@ -80,10 +80,10 @@ def test_steps_launch_the_same_with_the_same_arguments(compressor, own_launch, m
 
 @pytest.mark.parametrize("implementation", [KERNEL_PARAM])
 @pytest.mark.parametrize("spec", ["TernGrad", "QSGD"])
-@pytest.mark.parametrize("own_launch", [0, batch.OWN_LAUNCH], ids=["one by one", "together"])
+@pytest.mark.parametrize("own_launch", [0, sharing.OWN_LAUNCH], ids=["one by one", "together"])
 def test_launches_that_are_repeated_draw_the_numbers_of_every_step(spec, own_launch, implementation, monkeypatch):
     """The launches of one step, repeated as by a CUDA graph, give the payloads of calls with the seed of each step."""
-    monkeypatch.setattr(batch, "OWN_LAUNCH", own_launch)
+    monkeypatch.setattr(sharing, "OWN_LAUNCH", own_launch)
     compressor, numel, seed, added = DEFAULTS[spec], 300, 3, number(-5, implementation.device)
     grad, payload = torch.randn(numel), torch.zeros(1, compressor.payload_nbytes(numel), dtype=torch.uint8)
     moved = [tensor.to(implementation.device) for tensor in (grad, payload)]

@@ -15,13 +15,17 @@ import triton.language as tl
 
 import gckernels
 from gckernels.codec import Decoding, Encoding
-from gckernels.toolkit.kernels import batch
-from gckernels.toolkit.kernels.launch import bind_launch, launch
+from gckernels.toolkit.kernels import sharing
+from gckernels.toolkit.kernels.launch import BoundLaunch, Launch, launch
 from harness import fake_driver
 
 driver = fake_driver.install()
 received: list[tuple[Any, ...]] = []  # arguments of the driver's launches
 driver.launched = lambda *launched: received.append(launched)
+
+
+def bind_launch(kernel, grid, *args, num_warps=4, maxnreg=None, **constexprs) -> BoundLaunch:
+    return BoundLaunch(Launch(kernel, grid, args, constexprs, num_warps, maxnreg))
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -72,7 +76,7 @@ def check_hooks_of_profilers_are_called() -> None:
         enter.remove(hook)
 
 
-@mock.patch.object(batch, "OWN_LAUNCH", 0)
+@mock.patch.object(sharing, "OWN_LAUNCH", 0)
 def check_a_bound_work_launches_what_the_launchers_do() -> None:
     """The launches agree in every step; only the addresses of temporaries may differ. A number in memory that is added
     to seeds is one more argument, the same in every step."""

@@ -71,7 +71,7 @@ def test_decoding_and_recoding_share_launches():
 
 def test_temporaries_are_limited(monkeypatch):
     one, many = encode_launches(TopK(), LARGE[0]), TopK().triton.bind_encodes(encodings(TopK(), LARGE))
-    (together,) = (shared for repeated in many._works for shared in repeated._units)
+    (together,) = (shared for shared in many._units)
     monkeypatch.setattr(sharing, "MAX_NBYTES", together.nbytes - 1)
     assert encode_launches(TopK(), *LARGE) == 2 * one
     monkeypatch.setattr(sharing, "MAX_NBYTES", 1)

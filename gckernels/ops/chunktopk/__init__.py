@@ -64,7 +64,7 @@ def _host() -> Backend:
 
 
 def _triton() -> Backend:
-    from .batch_kernels import ChunkTopKTriton
+    from .launchers import ChunkTopKTriton
 
     return ChunkTopKTriton()
 

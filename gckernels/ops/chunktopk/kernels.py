@@ -1,8 +1,7 @@
 """The kernels of :mod:`~gckernels.ops.chunktopk`: a Triton program encodes or decodes one group, or several small ones
 together.
 
-``launchers.py`` launches them for one unit, and ``batch_kernels.py`` calls them for many units in one launch. ``C``
-holds the compile-time arguments, see ``launchers.py``.
+``launchers.py`` launches them. ``C`` holds the compile-time arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import triton.language as tl
 
 from ...toolkit import bitpack
 from ...toolkit.kernels.exchange import exchange_barrier
-from ...toolkit.kernels.places import place_of
+from ...toolkit.kernels.places import place_of, tile_of
 from ...toolkit.linear import absmax_scale, dequantize_codes, pairwise_sum, quantize_codes, zero_below_normal
 from ...toolkit.numeric import INF_BITS, bf16_bits, bf16_value, both, is_finite, to_fp32
 from ...toolkit.payload import STATUS_OK
@@ -36,7 +35,7 @@ def _encode_kernel(
     grad_ptr,
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    list_ptr,  # int16 [chunks, programs, C.listed]; of this program alone, if it has a place
+    list_ptr,  # int16 [chunks, programs, C.listed]
     numel,
     chunk_numel,
     payload_stride,
@@ -53,10 +52,9 @@ def _encode_kernel(
     GROUPS: tl.constexpr = C.groups
     K: tl.constexpr = C.k
     BITS: tl.constexpr = C.bits
-    program, programs, chunk = place_of(place)
-    if place is None:
-        program = program.to(tl.int64)
-        list_ptr += (chunk * programs + program) * C.listed
+    program, chunk = tile_of(place)
+    _, programs, _ = place_of(place)
+    list_ptr += (chunk * programs + program) * C.listed
     NUMEL: tl.constexpr = GROUP * GROUPS
     # as many neighbours as threads access at a time: 16 bytes, of residuals if there are any
     RUN: tl.constexpr = 4 if C.has_residual else 128 // grad_ptr.dtype.element_ty.primitive_bitwidth
@@ -187,10 +185,10 @@ def _load_entries(
 
 
 @triton.jit
-def decode_program(
+def _decode_groups(
     payload_ptr,
     out_ptr,
-    scratch_ptr,  # fp32 [GROUPS * GROUP], of this program alone
+    scratch_ptr,  # fp32 [C.groups * C.group], of this program alone
     program,
     chunk,
     numel,
@@ -203,7 +201,7 @@ def decode_program(
     scale,
     C: tl.constexpr,
 ):
-    """Decode and merge ``C.groups`` groups of a chunk. ``program`` and ``chunk`` are int64."""
+    """Decode and merge ``C.groups`` groups of a chunk."""
     GROUP: tl.constexpr = C.group
     GROUPS: tl.constexpr = C.groups
     K: tl.constexpr = C.k
@@ -241,18 +239,16 @@ def decode_program(
         if C.accumulate:
             total += load_tile(out_ptr + piece, offsets, count, PIECE)
         store_tile(out_ptr + piece, offsets, total, count, PIECE)
-    exchange_barrier(C.waits)  # all threads have read the scratch before the next groups clear it
 
 
-@triton.jit(do_not_specialize=["programs", "num_items", "num_sources"])
+@triton.jit(do_not_specialize=["programs", "num_sources"])
 def _decode_kernel(
     payload_ptr,
     out_ptr,
-    scratch_ptr,  # fp32 [at once, C.groups * C.group]
+    scratch_ptr,  # fp32 [chunks, at once, C.groups * C.group]
     numel,
     chunk_numel,
     programs,  # per chunk
-    num_items,  # chunks * programs
     num_sources,
     source_stride,
     chunk_stride,
@@ -260,11 +256,20 @@ def _decode_kernel(
     values_offset,
     scale,
     C: tl.constexpr,
+    place=None,
 ):
-    scratch_ptr += tl.program_id(0).to(tl.int64) * (C.groups * C.group)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        program, chunk = (item % programs).to(tl.int64), (item // programs).to(tl.int64)
-        decode_program(
+    program, chunk = tile_of(place)
+    first, at_once, _ = place_of(place)
+    scratch_ptr += (chunk * at_once + program) * (C.groups * C.group)
+    if C.loops:
+        for each in range(first, programs, at_once):
+            _decode_groups(
+                payload_ptr, out_ptr, scratch_ptr, tl.cast(each, tl.int64), chunk, numel, chunk_numel, num_sources,
+                source_stride, chunk_stride, indices_offset, values_offset, scale, C
+            )  # fmt: skip
+            exchange_barrier(C.waits)  # all threads have read the scratch before the next groups clear it
+    else:
+        _decode_groups(
             payload_ptr, out_ptr, scratch_ptr, program, chunk, numel, chunk_numel, num_sources, source_stride,
             chunk_stride, indices_offset, values_offset, scale, C
         )  # fmt: skip

@@ -1,8 +1,6 @@
-"""How the kernels of :mod:`~gckernels.ops.chunktopk` are launched for one unit, and their compile-time arguments."""
+"""The launches of the kernels of :mod:`~gckernels.ops.chunktopk`, and their compile-time arguments."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -10,6 +8,7 @@ import triton
 from ...codec import Decoding, Encoding
 from ...toolkit.constants import constants
 from ...toolkit.kernels.launch import launch, temporary, waits
+from ...toolkit.kernels.sharing import KernelBackend
 from ...toolkit.payload import PayloadLayout
 from ...toolkit.tiles import chunk_step
 from .groups import NUMEL_OF_PROGRAM, groups_per_program
@@ -22,6 +21,9 @@ _ZERO_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
 _MAXNREG = 192
 """Limit of a program's registers: by itself, ptxas gives one without a residual too few, and spills a value."""
 
+_SHARED_MAXNREG = 152
+"""The same of a program with small groups of one of many units: by itself, ptxas takes up to 160."""
+
 _ENTRIES_OF_WARP = 128  # in a decoder
 
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a large GPU keeps in its L2 cache
@@ -29,19 +31,31 @@ _SCRATCH_NUMEL = 4 * 1024 * 1024  # scratch of the decoder, 16 MiB, which a larg
 
 def encode(unit: Encoding, scale: float = 1.0) -> None:
     """Launch the encoding of a unit."""
-    compressor, grad, residual, payload, size = unit.compressor, unit.grad, unit.residual, unit.payload, unit.size
-    numel, chunks = grad.numel(), payload.shape[0]
-    num_groups = groups_of(compressor, size)
-    programs = encode_programs_of(compressor, size)
-    scratch = temporary(
-        chunks, programs, list_numel(compressor.chunk, compressor.k), dtype=torch.int16, device=grad.device
-    )
+    compressor, grad, residual, size = unit.compressor, unit.grad, unit.residual, unit.size
+    chunks, group, has_residual = unit.payload.shape[0], compressor.chunk, residual is not None
+    programs = max(1, _programs_of(compressor, size))  # one at least, which writes the header
+    parts, listed = parts_of(group, compressor.k), list_numel(group, compressor.k)
+    layout = compressor.layout(size)
+    indices, values = layout["indices"], layout["values"]
     launch(
         _encode_kernel,
         (programs, chunks),
-        *(grad, grad if residual is None else residual, payload, scratch),
-        *(numel, chunk_step(size, chunks), payload.stride(0), num_groups, *fields_of(compressor, size)),
-        **encode_settings(compressor, grad.dtype, residual is not None),
+        *(grad, grad if residual is None else residual, unit.payload),
+        temporary(chunks, programs, listed, dtype=torch.int16, device=grad.device),
+        *(grad.numel(), chunk_step(size, chunks), unit.payload.stride(0), -(-size // group), _scales_place(layout)[1]),
+        *(indices.offset, indices.nbytes, values.offset, values.nbytes),
+        C=constants(
+            **_format(compressor),
+            log2_k_pad=(compressor.k - 1).bit_length(),
+            parts=parts,  # see selecting.py
+            shift=0 if has_residual else _ZERO_BITS[grad.dtype],
+            listed=listed,
+            has_residual=has_residual,
+            waits=waits(),
+        ),
+        num_warps=_encode_warps(group, parts),
+        maxnreg=_MAXNREG if parts and not has_residual else None,
+        shared_maxnreg=None if parts else _SHARED_MAXNREG,
     )
 
 
@@ -49,73 +63,28 @@ def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None
     """Launch the decoding and merging of a unit."""
     compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
     sources, chunks, _ = payloads.shape
-    layout, programs = compressor.layout(size), programs_of(compressor, min(size, out.numel()))
-    at_once, room = decode_scratch(compressor, chunks * programs)
-    scratch = temporary(at_once, room, dtype=torch.float32, device=out.device)
+    layout, programs = compressor.layout(size), _programs_of(compressor, min(size, out.numel()))
+    numel, k_pad = _numel_of_program(compressor), triton.next_power_of_2(compressor.k)
+    at_once = min(programs, max(1, _SCRATCH_NUMEL // (numel * chunks)))
     launch(
         _decode_kernel,
-        (at_once,),
-        *(payloads, out, scratch, out.numel(), chunk_step(size, chunks), programs, chunks * programs),
-        *(sources, payloads.stride(0), payloads.stride(1), layout["indices"].offset, layout["values"].offset),
-        scale,
-        **decode_settings(compressor, accumulate),
+        (at_once, chunks),
+        *(payloads, out, temporary(chunks, at_once, numel, dtype=torch.float32, device=out.device), out.numel()),
+        *(chunk_step(size, chunks), programs, sources, payloads.stride(0), payloads.stride(1)),
+        *(layout["indices"].offset, layout["values"].offset, scale),
+        C=constants(**_format(compressor), k_pad=k_pad, accumulate=accumulate, loops=at_once < programs, waits=waits()),
+        # each warp does all that is done once for a source, so there are only as many as have some entries each
+        num_warps=max(1, min(8, k_pad * groups_per_program(compressor.chunk) // _ENTRIES_OF_WARP)),
     )
 
 
-def groups_of(compressor, size: int) -> int:
-    """The number of groups of ``size`` elements."""
-    return -(-size // compressor.chunk)
+def _numel_of_program(compressor) -> int:
+    return compressor.chunk * groups_per_program(compressor.chunk)
 
 
-def programs_of(compressor, size: int) -> int:
-    """The number of programs that encode or decode ``size`` elements."""
-    return -(-size // (compressor.chunk * groups_per_program(compressor.chunk)))
-
-
-def encode_programs_of(compressor, size: int) -> int:
-    """The number of programs that encode ``size`` elements, one at least, which writes the header."""
-    return max(1, programs_of(compressor, size))
-
-
-def decode_scratch(compressor, programs: int) -> tuple[int, int]:
-    """How many of the programs that decode are there at once, and how many elements each has room for."""
-    numel = compressor.chunk * groups_per_program(compressor.chunk)
-    return min(programs, _SCRATCH_NUMEL // numel), numel
-
-
-def fields_of(compressor, size: int) -> tuple[int, ...]:
-    """Numbers about a payload: ``scales_nbytes`` to ``values_nbytes`` of the kernel that encodes."""
-    layout = compressor.layout(size)
-    indices, values = layout["indices"], layout["values"]
-    return _scales_place(layout)[1], indices.offset, indices.nbytes, values.offset, values.nbytes
-
-
-def encode_settings(compressor, dtype: torch.dtype, has_residual: bool) -> dict[str, Any]:
-    """Compile-time arguments and options of kernels that encode."""
-    parts = parts_of(compressor.chunk, compressor.k)
-    return {
-        "C": constants(
-            **_format(compressor),
-            log2_k_pad=(compressor.k - 1).bit_length(),
-            parts=parts,  # see selecting.py
-            shift=0 if has_residual else _ZERO_BITS[dtype],
-            listed=list_numel(compressor.chunk, compressor.k),
-            has_residual=has_residual,
-            waits=waits(),
-        ),
-        "num_warps": _encode_warps(compressor.chunk, parts),
-        "maxnreg": _MAXNREG if parts and not has_residual else None,
-    }
-
-
-def decode_settings(compressor, accumulate: bool) -> dict[str, Any]:
-    """Compile-time arguments and options of kernels that decode."""
-    k_pad = triton.next_power_of_2(compressor.k)
-    return {
-        "C": constants(**_format(compressor), k_pad=k_pad, accumulate=accumulate, waits=waits()),
-        # each warp does all that is done once for a source, so there are only as many as have some entries each
-        "num_warps": max(1, min(8, k_pad * groups_per_program(compressor.chunk) // _ENTRIES_OF_WARP)),
-    }
+def _programs_of(compressor, size: int) -> int:
+    """The number of programs for ``size`` elements."""
+    return -(-size // _numel_of_program(compressor))
 
 
 def _format(compressor) -> dict[str, int]:
@@ -138,3 +107,10 @@ def _scales_place(layout: PayloadLayout) -> tuple[int, int]:
     """Offset and size in bytes of the scales, (0, 0) if there are none."""
     found = [(field.offset, field.nbytes) for field in layout.fields if field.name == "scales"]
     return found[0] if found else (0, 0)
+
+
+class ChunkTopKTriton(KernelBackend):
+    """The algorithm as kernels. Small units that are bound together share launches."""
+
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)

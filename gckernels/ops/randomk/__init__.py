@@ -66,7 +66,7 @@ def _host() -> Backend:
 
 
 def _triton() -> Backend:
-    from .batch_kernels import RandomKTriton
+    from .launchers import RandomKTriton
 
     return RandomKTriton()
 

@@ -4,9 +4,9 @@ Encoding takes two kernels. The first adds the gradient to the residual, except 
 that all elements are finite. The second can then send the entries and take them out of the residual. The first kernel
 and the decoder work on tiles of elements, and on the groups that overlap a tile.
 
-``launchers.py`` launches them for one unit, and ``batch_kernels.py`` calls them for many units in one launch. ``C``
-holds the compile-time arguments: ``has_residual``; ``accumulate``, whether to add to the output; ``pieces``, see
-``pieces_of``; and ``waits``, see ``exchange_barrier``.
+``launchers.py`` launches them. ``C`` holds the compile-time arguments: ``has_residual``; ``accumulate``, whether to add
+to the output; ``loops``, whether a program decodes several tiles; ``pieces``, see ``_pieces_of``; and ``waits``, see
+``exchange_barrier``.
 """
 
 from __future__ import annotations
@@ -81,12 +81,14 @@ def _accumulate_kernel(
 def _emit_kernel(
     grad_ptr,
     residual_ptr,
-    payload_ptr,  # fp32 [chunks, payload_stride]
+    payload_ptr,  # fp32 [chunks, row_stride]
     nonfinite_ptr,
     numel,
     chunk_numel,
-    size,
-    payload_stride,
+    size: tl.int64,
+    # by no name of which shared launches say that it divides by 4: elements of a thread are far apart, so stores of 16
+    # bytes would take an exchange
+    row_stride: tl.int64,
     payload_count,  # padding included
     k: tl.int64,
     least: tl.int64,  # elements of a group
@@ -101,7 +103,7 @@ def _emit_kernel(
     tile, _, chunk = place_of(place)
     tile, chunk, seed = tile.to(tl.int64), chunk.to(tl.int64), seed_of(seed, added_ptr)
     first, chunk_first = tile * _EMITTED_TILE, chunk * chunk_numel
-    payload_ptr += chunk * payload_stride
+    payload_ptr += chunk * row_stride
     begin, rest = start_of(first, shift_of(seed, size, k, least), size, k, inverse_k)
     lanes = tl.arange(0, _EMITTED_TILE)
     groups = first + lanes
@@ -152,7 +154,7 @@ def _read_seed(payload_ptr):
 
 
 @triton.jit
-def decode_tile(
+def _decode_tile(
     payload_ptr,  # fp32 [sources, chunks, ...]
     out_ptr,
     scratch_ptr,  # fp32 [TILE], of this program alone
@@ -201,19 +203,17 @@ def decode_tile(
     if C.accumulate:
         total += load_tile(target_ptr, offsets, here, _TILE)
     store_tile(target_ptr, offsets, total, here, _TILE)
-    exchange_barrier(C.waits)  # all threads have read the scratch before the next tile clears it
 
 
-@triton.jit(do_not_specialize=["size", "tiles", "num_items", "num_sources", "k", "least", "inverse_k", "inverse_size"])
+@triton.jit(do_not_specialize=["size", "tiles", "num_sources", "k", "least", "inverse_k", "inverse_size"])
 def _decode_kernel(
     payload_ptr,  # fp32 [sources, chunks, ...]
     out_ptr,
-    scratch_ptr,  # fp32 [programs, TILE]
+    scratch_ptr,  # fp32 [chunks, at once, TILE]
     numel,
     chunk_numel,
     size,
     tiles,  # per chunk
-    num_items,  # chunks * tiles
     num_sources,
     source_stride,
     chunk_stride,
@@ -223,11 +223,19 @@ def _decode_kernel(
     inverse_size: tl.int64,
     scale,
     C: tl.constexpr,
+    place=None,
 ):
-    scratch_ptr += tl.program_id(0).to(tl.int64) * _TILE
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        tile, chunk = (item % tiles).to(tl.int64), (item // tiles).to(tl.int64)
-        decode_tile(
-            payload_ptr, out_ptr, scratch_ptr, tile, chunk, numel, chunk_numel, size, num_sources, source_stride,
-            chunk_stride, k, least, inverse_k, inverse_size, scale, C
+    program, at_once, chunk = place_of(place)
+    scratch_ptr += (chunk * at_once + program) * _TILE
+    if C.loops:
+        for tile in range(program, tiles, at_once):
+            _decode_tile(
+                payload_ptr, out_ptr, scratch_ptr, tl.cast(tile, tl.int64), chunk, numel, chunk_numel, size,
+                num_sources, source_stride, chunk_stride, k, least, inverse_k, inverse_size, scale, C
+            )  # fmt: skip
+            exchange_barrier(C.waits)  # all threads have read the scratch before the next tile clears it
+    else:
+        _decode_tile(
+            payload_ptr, out_ptr, scratch_ptr, program.to(tl.int64), chunk, numel, chunk_numel, size, num_sources,
+            source_stride, chunk_stride, k, least, inverse_k, inverse_size, scale, C
         )  # fmt: skip

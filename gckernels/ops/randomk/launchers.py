@@ -1,4 +1,4 @@
-"""How the kernels of :mod:`~gckernels.ops.randomk` are launched for one unit, and their compile-time arguments."""
+"""The launches of the kernels of :mod:`~gckernels.ops.randomk`, and their compile-time arguments."""
 
 from __future__ import annotations
 
@@ -6,41 +6,18 @@ import torch
 import triton
 
 from ...codec import Decoding, Encoding
-from ...toolkit.constants import Constants, constants
+from ...toolkit.constants import constants
 from ...toolkit.kernels.launch import launch, temporary, waits
+from ...toolkit.kernels.sharing import KernelBackend
 from ...toolkit.sparsifier.keys import require_size
 from ...toolkit.tiles import chunk_step
 from .header import HEADER_NUMEL
 from .kernels import EMITTED_TILE, _accumulate_kernel, _decode_kernel, _emit_kernel
 from .positions_kernels import LANES, NUM_WARPS, TILE, reciprocal
 
+_MAXNREG = 96
+"""Limit of the registers of a program that decodes several pieces: by itself, ptxas spills a value, or takes 128."""
 _SCRATCH_NUMEL = 4 * 1024 * 1024  # 16 MiB, which a large GPU keeps in its L2 cache
-
-
-def pieces_of(compressor) -> int:
-    """A number of ``LANES`` groups each, which as many groups as can overlap a tile need.
-
-    These are the groups inside the tile, computed with ``k < ratio * size + 1``, and one group at either end.
-    """
-    return triton.cdiv(int(TILE * compressor.ratio) + 4, LANES)
-
-
-def emit_programs_of(payload_count: int) -> int:
-    """The number of programs that send the entries of a payload, one at least, which writes the header."""
-    return max(1, triton.cdiv(payload_count - HEADER_NUMEL, EMITTED_TILE))
-
-
-def programs_of(tiles: int) -> int:
-    """The number of programs that decode ``tiles`` tiles, each with room for a tile in its scratch."""
-    return min(tiles, _SCRATCH_NUMEL // TILE)
-
-
-def accumulate_constants(compressor, has_residual: bool) -> Constants:
-    return constants(has_residual=has_residual, pieces=pieces_of(compressor), waits=waits())
-
-
-def decode_constants(compressor, accumulate: bool) -> Constants:
-    return constants(accumulate=accumulate, pieces=pieces_of(compressor), waits=waits())
 
 
 def encode(unit: Encoding, scale: float = 1.0) -> None:
@@ -56,12 +33,13 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
         _accumulate_kernel,
         (triton.cdiv(size, TILE), chunks),
         *(grad, kept, nonfinite, numel, step, size, k, least, inverse_k, reciprocal(size), seed, scale),
-        C=accumulate_constants(compressor, residual is not None),
+        C=constants(has_residual=residual is not None, pieces=_pieces_of(compressor), waits=waits()),
         num_warps=NUM_WARPS,
     )
     launch(
         _emit_kernel,
-        (emit_programs_of(numbers.shape[1]), chunks),
+        # one program at least, which writes the header
+        (max(1, triton.cdiv(numbers.shape[1] - HEADER_NUMEL, EMITTED_TILE)), chunks),
         *(grad, kept, numbers, nonfinite, numel, step, size, numbers.stride(0), numbers.shape[1]),
         *(k, least, inverse_k, seed, scale),
         C=constants(has_residual=residual is not None),
@@ -71,17 +49,32 @@ def encode(unit: Encoding, scale: float = 1.0) -> None:
 
 def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
     """Launch the decoding and merging of a unit."""
-    compressor, payloads, out, size = unit.compressor, unit.payloads, unit.out, unit.size
-    sources, chunks, _ = payloads.shape
-    numbers = payloads.view(torch.float32)
-    tiles, k = triton.cdiv(min(size, out.numel()), TILE), compressor.capacity(size)
-    programs = programs_of(chunks * tiles)
-    scratch = temporary(programs, TILE, dtype=torch.float32, device=out.device)
+    compressor, out, size, numbers = unit.compressor, unit.out, unit.size, unit.payloads.view(torch.float32)
+    sources, chunks, _ = numbers.shape
+    tiles, k, pieces = triton.cdiv(min(size, out.numel()), TILE), compressor.capacity(size), _pieces_of(compressor)
+    at_once = min(tiles, max(1, _SCRATCH_NUMEL // (TILE * chunks)))
+    scratch = temporary(chunks, at_once, TILE, dtype=torch.float32, device=out.device)
     launch(
         _decode_kernel,
-        (programs,),
-        *(numbers, out, scratch, out.numel(), chunk_step(size, chunks), size, tiles, chunks * tiles),
-        *(sources, numbers.stride(0), numbers.stride(1), k, size // max(k, 1), reciprocal(k), reciprocal(size), scale),
-        C=decode_constants(compressor, accumulate),
+        (at_once, chunks),
+        *(numbers, out, scratch, out.numel(), chunk_step(size, chunks), size, tiles, sources),
+        *(numbers.stride(0), numbers.stride(1), k, size // max(k, 1), reciprocal(k), reciprocal(size), scale),
+        C=constants(accumulate=accumulate, loops=at_once < tiles, pieces=pieces, waits=waits()),
         num_warps=NUM_WARPS,
+        maxnreg=_MAXNREG if pieces > 1 else None,
     )
+
+
+def _pieces_of(compressor) -> int:
+    """A number of ``LANES`` groups each, which as many groups as can overlap a tile need.
+
+    These are the groups inside the tile, computed with ``k < ratio * size + 1``, and one group at either end.
+    """
+    return triton.cdiv(int(TILE * compressor.ratio) + 4, LANES)
+
+
+class RandomKTriton(KernelBackend):
+    """The algorithm as kernels. Small units that are bound together share launches."""
+
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)

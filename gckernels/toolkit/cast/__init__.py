@@ -27,7 +27,7 @@ def _host() -> Backend:
 
 
 def _triton() -> Backend:
-    from .batch_kernels import CastTriton
+    from .kernels import CastTriton
 
     return CastTriton()
 

@@ -1,23 +1,21 @@
-"""The kernels of the casts, for one unit per launch."""
+"""The kernels of the casts."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ...codec import Decoding, Encoding, Recoding
+from ..constants import constants
 from ..kernels.launch import launch
+from ..kernels.places import tile_of
+from ..kernels.sharing import KernelBackend
 from ..numeric import INF_BITS, bf16_bits, is_finite, to_fp32
 from ..tiles import chunk_step, load_tile, remaining, store_tile
 
 TILE = 2048
 _MAXNREG, _MAXNREG_OF_MERGING = 96, 128
-
-# -------------------------------------------------------------------- bodies of Triton programs
 
 
 @triton.jit
@@ -45,46 +43,47 @@ def _merged(payload_ptr, offsets, here, num_sources, source_stride, scale, TILE:
     return total * scale
 
 
-@triton.jit
-def encode_program(
+@triton.jit(do_not_specialize=["num_sources"])
+def _encode_kernel(
     source_ptr,  # the gradient, or payloads
     residual_ptr,
     payload_ptr,  # [chunks, payload_stride], of the payload's dtype
-    tile,
-    chunk,
     numel,
     chunk_numel,
     payload_stride,
-    payload_count,  # padding included
+    payload_slots,  # numbers of a payload, padding included
     num_sources,
     source_stride,
     scale,  # factor on the sent values or, when merging, on the sum
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
+    place=None,
 ):
+    TILE: tl.constexpr = C.tile
+    tile, chunk = tile_of(place)
     tile_first = tile * TILE
     chunk_first = chunk * chunk_numel
     first = chunk_first + tile_first
     offsets = tl.arange(0, TILE)
     here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, TILE)
-    if MERGING:
+    if C.merging:
         values = _merged(source_ptr + first, offsets, here, num_sources, source_stride, scale, TILE)
     else:
         values = load_tile(source_ptr + first, offsets, here, TILE)
-    if HAS_RESIDUAL:
+    if C.has_residual:
         old = load_tile(residual_ptr + first, offsets, here, TILE)
         values += old
-    scaled = values if MERGING else values * scale
+    scaled = values if C.merging else values * scale
     sent = _cast(scaled, payload_ptr.dtype.element_ty)
-    target = payload_ptr + chunk * payload_stride + tile_first + offsets
+    if not C.merging:  # merged payloads have one chunk
+        payload_ptr += chunk * payload_stride
+    target = payload_ptr + tile_first + offsets
     if here == TILE:
         tl.store(target, sent)
     else:  # includes the padding
-        tl.store(target, sent, mask=offsets < payload_count - tile_first)
-    if HAS_RESIDUAL:
+        tl.store(target, sent, mask=offsets < payload_slots - tile_first)
+    if C.has_residual:
         decoded = to_fp32(sent)
-        if not MERGING:
+        if not C.merging:
             decoded = tl.div_rn(decoded, tl.zeros((TILE,), tl.float32) + scale)
         left = values - decoded
         kept = tl.where(is_finite(left), left, old)
@@ -92,20 +91,20 @@ def encode_program(
 
 
 @triton.jit
-def decode_program(
+def _decode_kernel(
     payload_ptr,  # [sources, chunks, ...], of the payload's dtype
     out_ptr,
-    tile,
-    chunk,
     numel,
     chunk_numel,
     num_sources,
     source_stride,
     chunk_stride,
     scale,
-    ACCUMULATE: tl.constexpr,
-    TILE: tl.constexpr,
+    C: tl.constexpr,
+    place=None,
 ):
+    TILE: tl.constexpr = C.tile
+    tile, chunk = tile_of(place)
     tile_first = tile * TILE
     chunk_first = chunk * chunk_numel
     offsets = tl.arange(0, TILE)
@@ -113,131 +112,64 @@ def decode_program(
     payload_ptr += chunk * chunk_stride + tile_first
     out_ptr += chunk_first + tile_first  # before the loop: after it, ptxas spills one of the terms
     total = _merged(payload_ptr, offsets, here, num_sources, source_stride, scale, TILE)
-    if ACCUMULATE:
+    if C.accumulate:
         total += load_tile(out_ptr, offsets, here, TILE)
     store_tile(out_ptr, offsets, total, here, TILE)
 
 
-# -------------------------------------------------------------------- one unit
-
-
-@triton.jit(do_not_specialize=["num_sources"])
-def _encode_kernel(
-    source_ptr,
-    residual_ptr,
-    payload_ptr,
-    numel,
-    chunk_numel,
-    payload_stride,
-    payload_count,
-    num_sources,
-    source_stride,
-    scale,
-    HAS_RESIDUAL: tl.constexpr,
-    MERGING: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    encode_program(
-        source_ptr, residual_ptr, payload_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), numel,
-        chunk_numel, payload_stride, payload_count, num_sources, source_stride, scale, HAS_RESIDUAL, MERGING, TILE
-    )  # fmt: skip
-
-
-@triton.jit
-def _decode_kernel(
-    payload_ptr,
-    out_ptr,
-    numel,
-    chunk_numel,
-    num_sources,
-    source_stride,
-    chunk_stride,
-    scale,
-    ACCUMULATE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    decode_program(
-        payload_ptr, out_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), numel, chunk_numel,
-        num_sources, source_stride, chunk_stride, scale, ACCUMULATE, TILE
-    )  # fmt: skip
+# -------------------------------------------------------------------- launches
 
 
 def encode(unit: Encoding, scale: float = 1.0) -> None:
     """Launch the encoding of a unit."""
-    payload = unit.payload.view(unit.compressor.traits.payload_dtype)
-    _launch_encode(CastUnit(unit.grad, unit.residual, payload, unit.grad.numel(), unit.size), scale)
+    _launch_encode(unit, unit.grad, unit.grad.numel(), unit.payload, scale)
 
 
 def recode(unit: Recoding, scale: float = 1.0) -> None:
     """Launch the merging and encoding of a unit."""
-    sent = unit.compressor.traits.payload_dtype
-    source, target = unit.payloads.view(sent), unit.payload[None].view(sent)
-    _launch_encode(CastUnit(source, unit.residual, target, unit.numel, unit.size, True), scale)
+    source = unit.payloads.view(unit.compressor.traits.payload_dtype)
+    _launch_encode(unit, source, unit.numel, unit.payload[None], scale, (source.shape[0], source.stride(0)))
 
 
-def _launch_encode(unit: CastUnit, scale: float) -> None:
+def _launch_encode(
+    unit: Encoding | Recoding,
+    source: torch.Tensor,
+    numel: int,
+    payload: torch.Tensor,
+    scale: float,
+    sources: tuple[int, int] = (0, 0),
+) -> None:
+    """Launch the encoding of ``source``, a gradient or payloads, whose number and stride are ``sources``."""
+    numbers, residual = payload.view(unit.compressor.traits.payload_dtype), unit.residual
+    (chunks, slots), merging, maxnreg = numbers.shape, isinstance(unit, Recoding), None
+    if residual is not None:  # by itself, ptxas gives the program too few, and spills a value
+        maxnreg = _MAXNREG_OF_MERGING if merging else _MAXNREG
     launch(
         _encode_kernel,
-        unit.grid,
-        *(unit.source, unit.residual_or_any, unit.payload, unit.numel, unit.step, unit.payload.stride(0)),
-        *(unit.payload.shape[1], unit.sources, unit.source_stride, scale),
-        maxnreg=unit.maxnreg,
-        **unit.constexprs,
+        (triton.cdiv(slots, TILE), chunks),
+        *(source, source if residual is None else residual, numbers, numel, chunk_step(unit.size, chunks)),
+        *(numbers.stride(0), slots, *sources, scale),
+        C=constants(tile=TILE, has_residual=residual is not None, merging=merging),
+        maxnreg=maxnreg,
     )
 
 
 def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
     """Launch the decoding and merging of a unit."""
-    sources, chunks, _ = unit.payloads.shape
-    typed = unit.payloads.view(unit.compressor.traits.payload_dtype)
+    numbers, out = unit.payloads.view(unit.compressor.traits.payload_dtype), unit.out
+    sources, chunks, _ = numbers.shape
     launch(
         _decode_kernel,
         (triton.cdiv(unit.size, TILE), chunks),
-        *(typed, unit.out, unit.out.numel(), chunk_step(unit.size, chunks), sources),
-        *(typed.stride(0), typed.stride(1), scale),
-        ACCUMULATE=accumulate,
-        TILE=TILE,
+        *(numbers, out, out.numel(), chunk_step(unit.size, chunks), sources, numbers.stride(0), numbers.stride(1)),
+        scale,
+        C=constants(tile=TILE, accumulate=accumulate),
     )
 
 
-@dataclass(frozen=True)
-class CastUnit:
-    """The arguments of an encoding; if ``merging``, the source is ``[sources, count]`` in the payload's dtype."""
+class CastTriton(KernelBackend):
+    """Casts as kernels. Small units that are bound together share a launch."""
 
-    source: torch.Tensor
-    residual: torch.Tensor | None
-    payload: torch.Tensor  # [chunks, count], viewed in its dtype
-    numel: int
-    size: int
-    merging: bool = False
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return triton.cdiv(self.payload.shape[1], TILE), self.payload.shape[0]
-
-    @property
-    def step(self) -> int:
-        return chunk_step(self.size, self.payload.shape[0])
-
-    @property
-    def sources(self) -> int:
-        return self.source.shape[0] if self.merging else 0
-
-    @property
-    def source_stride(self) -> int:
-        return self.source.stride(0) if self.merging else 0
-
-    @property
-    def residual_or_any(self) -> torch.Tensor:
-        return self.source if self.residual is None else self.residual
-
-    @property
-    def maxnreg(self) -> int | None:
-        """Limit of a program's registers. By itself, ptxas gives one with a residual too few, and spills a value."""
-        if self.residual is None:
-            return None
-        return _MAXNREG_OF_MERGING if self.merging else _MAXNREG
-
-    @property
-    def constexprs(self) -> dict[str, Any]:
-        return {"HAS_RESIDUAL": self.residual is not None, "MERGING": self.merging, "TILE": TILE}
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)
+    recode = staticmethod(recode)

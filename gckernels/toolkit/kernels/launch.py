@@ -27,6 +27,8 @@ the reference. The kernels are limited by memory bandwidth and do not get slower
 
 ADDED = "added_ptr"
 """Name of the argument of a kernel that points to what is added to its seed."""
+OPTIONAL = ("place", ADDED)
+"""Names of arguments behind a kernel's compile-time ones, None by default."""
 
 BACKEND = "hip" if torch.version.hip else "cuda"
 """Triton's backend for the GPUs that this build of torch supports."""
@@ -44,6 +46,7 @@ class Launch:
         num_warps: warps per program.
         maxnreg: maximum number of registers per thread on an NVIDIA GPU. By default ptxas chooses; in kernels with
             nested loops it prefers spilling one or two values to losing occupancy.
+        shared_maxnreg: the same of the launch that units share (``sharing.py``), by default ``maxnreg``.
     """
 
     kernel: Any
@@ -52,6 +55,7 @@ class Launch:
     constexprs: dict[str, Any]
     num_warps: int = 4
     maxnreg: int | None = None
+    shared_maxnreg: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -109,6 +113,7 @@ def launch(
     *args: Any,
     num_warps: int = 4,
     maxnreg: int | None = None,
+    shared_maxnreg: int | None = None,
     **constexprs: Any,
 ) -> None:
     """Run ``kernel`` with the arguments of :class:`Launch`; an empty grid runs nothing.
@@ -118,9 +123,9 @@ def launch(
     (:mod:`~gckernels.toolkit.kernels.seeds`).
     """
     left = kernel.arg_names[len(args) :]
-    constexprs |= {name: None for name in ("place", ADDED) if name in left}
+    constexprs |= {name: None for name in OPTIONAL if name in left}
     if 0 not in grid:
-        Launch(kernel, grid, args, constexprs, num_warps, maxnreg).run()
+        Launch(kernel, grid, args, constexprs, num_warps, maxnreg, shared_maxnreg).run()
 
 
 def waits() -> bool:
@@ -191,15 +196,3 @@ class BoundLaunch:
 
     def _run(self) -> Any:
         return replace(self._launch, args=self._args[: len(self._launch.args)]).run()
-
-
-def bind_launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    *args: Any,
-    num_warps: int = 4,
-    maxnreg: int | None = None,
-    **constexprs: Any,
-) -> BoundLaunch:
-    """A :class:`BoundLaunch` with the arguments of :func:`launch`."""
-    return BoundLaunch(Launch(kernel, grid, args, constexprs, num_warps, maxnreg))

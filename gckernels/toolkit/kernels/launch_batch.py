@@ -32,25 +32,29 @@ class LaunchBackend(Backend):
     """
 
     def bind_encodes(self, units: Sequence[Encoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
-        return Repeated([RepeatedUnit(self.record_encode(unit, scale), added) for unit in units])
+        return self.repeated([self.record_encode(unit, scale) for unit in units], added)
 
     def bind_decodes(self, units: Sequence[Decoding], scale: float = 1.0, accumulate: bool = False) -> Work:
-        return Repeated([RepeatedUnit(self.record_decode(unit, scale, accumulate)) for unit in units])
+        return self.repeated([self.record_decode(unit, scale, accumulate) for unit in units])
 
     def bind_recodes(self, units: Sequence[Recoding], scale: float = 1.0, added: torch.Tensor | None = None) -> Work:
-        return Repeated([RepeatedUnit(self.record_recode(unit, scale), added) for unit in units])
+        return self.repeated([self.record_recode(unit, scale) for unit in units], added)
+
+    def repeated(self, units: Sequence[RecordedLaunches], added: torch.Tensor | None = None) -> Repeated:
+        """A function that repeats the launches of units, whose seeds are increased by the number in ``added``."""
+        return Repeated([RepeatedUnit(unit, added) for unit in units])
 
     def record_encode(self, unit: Encoding, scale: float) -> RecordedLaunches:
         """The launches of ``encode``."""
-        return _recorded(self.encode, _masked(unit), scale)
+        return _recorded(self.encode, _masked(unit), unit.size * unit.payload.shape[0], scale)
 
     def record_decode(self, unit: Decoding, scale: float, accumulate: bool) -> RecordedLaunches:
         """The launches of ``decode``."""
-        return _recorded(self.decode, unit, scale, accumulate)
+        return _recorded(self.decode, unit, unit.size * unit.payloads.shape[1], scale, accumulate)
 
     def record_recode(self, unit: Recoding, scale: float) -> RecordedLaunches:
         """The launches of ``recode``."""
-        return _recorded(self.recode, _masked(unit), scale)
+        return _recorded(self.recode, _masked(unit), unit.size, scale)
 
 
 def _masked(unit: Any) -> Any:
@@ -66,11 +70,13 @@ class RecordedLaunches:
         launches: the launches, with temporaries that will be elsewhere.
         temporaries: each with whether it must be zeroed.
         device: where the unit is.
+        numel: number of elements that the unit's payloads have room for.
     """
 
     launches: Sequence[Launch]
     temporaries: Sequence[tuple[torch.Tensor, bool]]
     device: torch.device
+    numel: int = 0
 
 
 class Repeatable(Protocol):
@@ -169,7 +175,7 @@ def bind_launcher(launcher: Callable[[], None], device: torch.device) -> Work:
     return Repeated([RepeatedUnit(RecordedLaunches(recording, recording.temporaries, device))])
 
 
-def _recorded(launcher: Callable[..., None], unit: Any, *arguments: Any) -> RecordedLaunches:
+def _recorded(launcher: Callable[..., None], unit: Any, numel: int, *arguments: Any) -> RecordedLaunches:
     """The launches that ``launcher`` makes for ``unit``."""
     with record_launches() as recording:
         launcher(unit, *arguments)
@@ -178,7 +184,7 @@ def _recorded(launcher: Callable[..., None], unit: Any, *arguments: Any) -> Reco
     known = {_storage(tensor) for tensor in (*tensors, *(each for each, _ in recording.temporaries))}
     used = {_storage(each) for launch in recording for each in launch.args if isinstance(each, torch.Tensor)}
     assert used <= known | {0}, f"{launcher} has allocated memory that is not a temporary"
-    return RecordedLaunches(recording, recording.temporaries, tensors[0].device)
+    return RecordedLaunches(recording, recording.temporaries, tensors[0].device, numel)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -47,7 +47,7 @@ def _host() -> Backend:
 
 
 def _triton() -> Backend:
-    from .batch_kernels import QuantizerTriton
+    from .launches import QuantizerTriton
 
     return QuantizerTriton()
 

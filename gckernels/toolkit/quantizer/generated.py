@@ -44,23 +44,28 @@ def number_form(quantizer: Any) -> Constants | None:
     It takes a tuple: numbers in fp32, made of the bits of ``mask`` less ``zero``; and if codes are ``signed``, int32
     with the highest bit of the code as highest bit, and zeros.
     """
-    function, codes = quantizer.maps.dequantize, list[CodesAsNumbers]()
-    if hasattr(function, "triton"):
+    if hasattr(quantizer.maps.dequantize, "triton"):
         return None
-
-    def of_numbers(number: Any, sign: Any, stats: Any, constants: Any) -> Any:
-        codes.append(CodesAsNumbers(quantizer.bits, number, sign))
-        return function(codes[0], stats, constants)
-
+    codes: list[CodesAsNumbers] = []
     stats = [f"stats[{index}]" for index in range(quantizer.num_stats)]
     try:
-        lower(of_numbers, [*_NUMBERS, stats, quantizer.constants], FLOAT, "codes[0]")
+        lower(_of_numbers(quantizer, codes), [list(_NUMBERS), stats, quantizer.constants], FLOAT, "codes[0]")
     except NotLowered:
         return None
     if codes[0].used is None:
         return None
     mask, zero = codes[0].used
     return Constants(mask=mask, zero=zero, signed=codes[0].is_signed)
+
+
+def _of_numbers(quantizer: Any, seen: list[CodesAsNumbers]) -> Any:
+    """``dequantize`` of codes that are numbers; it puts the codes into ``seen``."""
+
+    def dequantize(numbers: Any, stats: Any, constants: Any) -> Any:
+        seen.append(CodesAsNumbers(quantizer.bits, *numbers))
+        return quantizer.maps.dequantize(seen[-1], stats, constants)
+
+    return dequantize
 
 
 def triton_source(quantizer: Any) -> str:
@@ -97,6 +102,8 @@ def _replaces(function: Any) -> bool:
 def _functions(quantizer: Any) -> dict[str, Any]:
     maps, statistic = quantizer.maps, quantizer.maps.statistic
     functions = {name: getattr(maps, name) for name in ("quantize", "dequantize", "accumulate", "keep", "merge")}
+    if number_form(quantizer) is not None:
+        functions["dequantize"] = _of_numbers(quantizer, [])
     if maps.surety:
         functions["surety"] = maps.surety
     if statistic:
@@ -115,7 +122,7 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
     parameters: dict[str, dict[str, Any]] = {
         "quantize": {"values": "values", "stats": stats, "dither": "dither"},
         "surety": {"values": "values"},
-        "dequantize": {"codes": ("codes", INT), "stats": stats},
+        "dequantize": {"codes": list(_NUMBERS) if number_form(quantizer) else ("codes", INT), "stats": stats},
         "accumulate": {"grad": "grad", "residual": "residual"},
         "keep": {"values": "values", "decoded": "decoded"},
         "merge": {"total": "total", "scale": "scale"},
@@ -123,12 +130,6 @@ def _definition(quantizer: Any, name: str, function: Any) -> str:
         "finish": {"partials": partials, "count": "count"},
         "holds": {"partials": partials},
     }
-    if name == "dequantize" and number_form(quantizer) is not None:
-        codes_to_values, parameters[name]["codes"] = function, list(_NUMBERS)
-
-        def function(codes: Any, stats: Any, constants: Any) -> Any:
-            return codes_to_values(CodesAsNumbers(quantizer.bits, *codes), stats, constants)
-
     role = name.removeprefix("quick_")
     given = parameters[role]
     shaped = {"finish": "count", "holds": "partials[0]"}.get(role, next(iter(given)))

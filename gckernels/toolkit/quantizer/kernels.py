@@ -1,4 +1,4 @@
-"""The generic kernels of element-wise quantisers: encoding, decoding and recoding of one unit.
+"""The generic kernels of element-wise quantisers: encoding, decoding and recoding.
 
 A quantiser has a statistic and two maps, ``quantize(values, stats, dither, C) -> code`` and ``dequantize(code, stats,
 C) -> value``. The kernels get these functions, and everything else that is known at compile time, in one object, ``Q``;
@@ -16,16 +16,30 @@ was read last, is still in the cache.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from ...codec import Decoding, Encoding, Recoding
-from ..kernels.launch import launch, temporary
+from ..bitpack import packed_slots, without_tail
+from ..kernels.places import tile_of
 from ..kernels.seeds import seed_of
-from ..tiles import chunk_step
-from .launches import MAX_PARTIALS, encode_maxnreg, kernel_constants, payload_shape, residual_form
-from .programs import combine_program, decode_program, encode_program, partials_program
+from ..numeric import is_finite
+from ..tiles import load_tile, remaining, store_tile
+from .residuals import load_residual, store_residual
+from .tiles import (
+    STATUS,
+    as_columns,
+    combine,
+    decoded_tile,
+    finish,
+    load_rows,
+    merged_tile,
+    padded,
+    quantized_tile,
+    reduce,
+    reduce_tile,
+    store_stats,
+    tile_statistics,
+)
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks"])
@@ -43,11 +57,40 @@ def _partials_kernel(
     codes_nbytes,
     scale,
     Q: tl.constexpr,
+    place=None,
 ):
-    partials_program(
-        source_ptr, residual_ptr, partials_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64),
-        numel, chunk_numel, num_partials, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
-    )  # fmt: skip
+    """Reduce every ``num_partials``-th tile of a chunk, from the program's own on, to one partial result per term.
+
+    A thread first combines its own elements, of all tiles. Only at the end do threads exchange their results.
+    """
+    index, chunk = tile_of(place)
+    FOLDS: tl.constexpr = 2 if Q.has_residual or Q.merging else 4  # 16-byte loads of a thread in bf16
+    WIDTH: tl.constexpr = Q.tile // FOLDS
+    C: tl.constexpr = Q.C
+    S: tl.constexpr = Q.statistic
+    chunk_first = chunk * chunk_numel
+    limit = tl.minimum(chunk_numel, numel - chunk_first)
+    offsets = tl.arange(0, FOLDS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    totals = reduce_tile(tl.zeros((FOLDS, WIDTH), tl.float32), offsets, 0, S, Q, 0)
+    tile = index
+    while tile * Q.tile < limit:
+        first = chunk_first + tile * Q.tile
+        here = remaining(limit, tile * Q.tile, Q.tile)
+        if Q.merging:
+            merged = merged_tile(
+                source_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
+            )  # fmt: skip
+            values = tl.reshape(merged, (FOLDS, WIDTH))
+        else:
+            values = load_tile(source_ptr + first, offsets, here, Q.tile)
+        if Q.has_residual:
+            residual = load_residual(residual_ptr, first, offsets, chunk, chunk_numel, tile * Q.tile, here, Q)
+            values = Q.accumulate(values, residual, C)
+        totals = combine(totals, reduce_tile(values, offsets, here, S, Q, 0), Q)
+        tile += num_partials
+    for term in tl.static_range(len(S.kinds)):
+        place = (chunk * len(S.kinds) + term) * num_partials + index
+        tl.store(partials_ptr + place, reduce(totals[term], S, term, 0))
 
 
 @triton.jit(do_not_specialize=["num_partials"])
@@ -56,8 +99,26 @@ def _combine_kernel(
     combined_ptr,  # fp32 [chunks, terms]
     num_partials,
     Q: tl.constexpr,
+    place=None,
 ):
-    combine_program(partials_ptr, combined_ptr, tl.program_id(0).to(tl.int64), num_partials, Q)
+    """Reduce the partial results of a chunk to one result per term."""
+    _, chunk = tile_of(place)
+    S: tl.constexpr = Q.statistic
+    MERGING: tl.constexpr = Q.merging
+    slots = tl.arange(0, Q.partials_width)
+    there = slots < num_partials
+    for index in tl.static_range(len(S.kinds)):
+        place = chunk * len(S.kinds) + index
+        found = tl.load(partials_ptr + place * num_partials + slots, mask=there, other=0.0)
+        tl.store(combined_ptr + place, reduce(padded(found, S, index, MERGING, there), S, index, 0))
+
+
+@triton.constexpr_function
+def _word_of(source, Q):
+    """The type of the words into which codes are packed: as many codes as a thread loads elements with one access."""
+    per_access = 4 if Q.merging or Q.has_residual else 128 // source.primitive_bitwidth
+    width = per_access * Q.bits if 8 % Q.bits == 0 and Q.bits < 8 else 8
+    return {16: tl.int16, 32: tl.int32}.get(width, tl.int8)
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_sources", "blocks", "seed"])
@@ -65,7 +126,7 @@ def _encode_kernel(
     source_ptr,  # the gradient, or payloads
     residual_ptr,
     payload_ptr,  # uint8 [chunks, payload_stride]
-    partials_ptr,
+    partials_ptr,  # see _partials_kernel; with num_partials=1 see _combine_kernel
     numel,
     chunk_numel,
     payload_stride,
@@ -78,17 +139,79 @@ def _encode_kernel(
     codes_nbytes,  # padding included
     scale,
     seed: tl.int64,
-    added_ptr,
     Q: tl.constexpr,
+    place=None,
+    added_ptr=None,
 ):
-    tile = tl.program_id(0)
-    if Q.whole:
-        tile = tl.num_programs(0) - 1 - tile
-    encode_program(
-        source_ptr, residual_ptr, payload_ptr, partials_ptr, tile.to(tl.int64), tl.program_id(1).to(tl.int64), numel,
-        chunk_numel, payload_stride, num_partials, num_sources, source_stride, blocks, stats_slots, codes_offset,
-        codes_nbytes, scale, seed_of(seed, added_ptr), Q
-    )  # fmt: skip
+    """Encode a tile of a chunk."""
+    WHOLE: tl.constexpr = Q.whole
+    tile, chunk = tile_of(place, WHOLE)
+    seed = seed_of(seed, added_ptr)
+    C: tl.constexpr = Q.C
+    chunk_first = chunk * chunk_numel
+    tile_first = tile * Q.tile
+    first = chunk_first + tile_first
+    rows, columns = tl.arange(0, Q.rows), tl.arange(0, Q.block)
+    offsets = rows[:, None] * Q.block + columns[None, :]
+    limit = tl.minimum(chunk_numel, numel - chunk_first)
+    here = remaining(limit, tile_first, Q.tile)
+    if Q.merging:
+        values = merged_tile(
+            source_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q
+        )  # fmt: skip
+    else:
+        values = load_rows(source_ptr + first, offsets, here, Q)
+    if Q.has_residual:
+        residual = load_residual(residual_ptr, first, offsets, chunk, chunk_numel, tile_first, here, Q)
+        values = Q.accumulate(values, residual, C)
+
+    payload_ptr += chunk * payload_stride
+    columns_of_stats = ()
+    if Q.num_stats > 0:
+        if Q.whole:
+            S: tl.constexpr = Q.statistic
+            MERGING: tl.constexpr = Q.merging
+            partials = ()
+            # numbers instead of tiles of one element, whose layout the values would have to take on
+            for index in tl.static_range(len(S.kinds)):
+                place = chunk * len(S.kinds) + index
+                if Q.partials_width > 1:
+                    slots = tl.arange(0, Q.partials_width)
+                    there = slots < num_partials
+                    found = tl.load(partials_ptr + place * num_partials + slots, mask=there, other=0.0)
+                    partials = partials + (reduce(padded(found, S, index, MERGING, there), S, index, 0),)
+                else:
+                    partials = partials + (tl.load(partials_ptr + place),)
+            stats, finite = finish(partials, tl.maximum(limit, 1).to(tl.float32), S, Q)
+            columns_of_stats = stats
+        else:
+            count = tl.minimum(tl.maximum(here - rows * Q.block, 1), Q.block).to(tl.float32)
+            stats, finite = tile_statistics(values, offsets, here, count, Q)
+            columns_of_stats = as_columns(stats)
+            finite = finite[:, None]
+    WORD: tl.constexpr = _word_of(source_ptr.dtype.element_ty, Q)
+    WORD_BITS: tl.constexpr = WORD.primitive_bitwidth
+    codes, packed = quantized_tile(values, columns_of_stats, seed, first, WORD_BITS, Q)
+    if Q.num_stats > 0:  # the codes of a row fill whole words
+        packed = tl.where(finite, packed, 0)
+    slots, used = packed_slots(rows, Q.rows, Q.block, Q.bits, WORD_BITS)
+    if here < Q.tile:
+        packed = without_tail(packed, slots, here, Q.bits, WORD_BITS)
+    slots += tile * (Q.tile * Q.bits // WORD_BITS)
+    typed = (payload_ptr + codes_offset).to(tl.pointer_type(WORD))
+    tl.store(typed + slots, packed.to(WORD), mask=used & (slots < codes_nbytes // (WORD_BITS // 8)))
+    if Q.has_residual:
+        # the old value is stored again where the new one is not finite: a mask that varies from element to element
+        # would break the 16-byte stores up
+        left = Q.keep(values, decoded_tile(codes, columns_of_stats, Q), C)
+        left = tl.where(is_finite(left), left, residual)
+        store_residual(residual_ptr, left, first, offsets, chunk, chunk_numel, tile_first, here, Q)
+    # the small stores come last, when few registers are in use
+    if tile == 0:
+        words = tl.arange(0, 4)
+        tl.store(payload_ptr.to(tl.pointer_type(tl.int32)) + words, tl.where(words == 0, STATUS, 0))
+    if Q.num_stats > 0:
+        store_stats(payload_ptr, stats, tile, here, blocks, stats_slots, Q)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -105,80 +228,49 @@ def _decode_kernel(
     codes_nbytes,
     scale,
     Q: tl.constexpr,
+    place=None,
 ):
-    decode_program(
-        payload_ptr, out_ptr, tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), numel, chunk_numel,
-        num_sources, source_stride, chunk_stride, blocks, codes_offset, codes_nbytes, scale, Q
-    )  # fmt: skip
+    """Decode and merge a tile of a chunk."""
+    tile, chunk = tile_of(place)
+    tile_first = tile * Q.tile
+    chunk_first = chunk * chunk_numel
+    offsets = tl.arange(0, Q.rows)[:, None] * Q.block + tl.arange(0, Q.block)[None, :]
+    here = remaining(tl.minimum(chunk_numel, numel - chunk_first), tile_first, Q.tile)
+    payload_ptr += chunk * chunk_stride
+    out_ptr += chunk_first + tile_first
+    if here == Q.tile:
+        _decode_tile(
+            payload_ptr, out_ptr, offsets, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes,
+            scale, Q, True
+        )  # fmt: skip
+    else:
+        _decode_tile(
+            payload_ptr, out_ptr, offsets, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes,
+            scale, Q, False
+        )  # fmt: skip
 
 
-def encode(unit: Encoding, scale: float = 1.0) -> None:
-    """Launch the encoding of a unit."""
-    _encode(unit.compressor, unit.grad, 0, 0, 1.0, unit.residual, unit.payload, unit.grad.numel(), unit.size, unit.seed)
-
-
-def recode(unit: Recoding, scale: float = 1.0) -> None:
-    """Launch the merging and encoding of a unit."""
-    sources, stride = unit.payloads.shape[0], unit.payloads.stride(0)
-    target = unit.residual, unit.payload[None], unit.numel, unit.size, unit.seed
-    _encode(unit.compressor.shard_compressor, unit.payloads, sources, stride, scale, *target)
-
-
-def _encode(
-    quantizer,
-    source,
-    num_sources: int,
-    source_stride: int,
-    scale: float,
-    residual,
-    payload,
-    numel: int,
-    size: int,
-    seed,
-) -> None:
-    chunks = payload.shape[0]
-    shape = payload_shape(quantizer, size)
-    kept, merging = residual_form(residual), source.dtype == torch.uint8
-    target = source if residual is None else residual
-    step = chunk_step(size, chunks)
-    partials, num_partials = target, 1
-    if shape.whole:
-        num_partials = shape.num_partials
-        partials = temporary(chunks, shape.terms, num_partials, dtype=torch.float32, device=payload.device)
-        launch(
-            _partials_kernel,
-            (num_partials, chunks),
-            *(source, target, partials, numel, step, num_partials, num_sources, source_stride),
-            *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
-            Q=kernel_constants(quantizer, **kept, merging=merging),
-            num_warps=shape.encode_warps(quantizer, source.dtype, kept["has_residual"]),
-        )
-        if shape.combines:
-            combined = temporary(chunks, shape.terms, dtype=torch.float32, device=payload.device)
-            constants = kernel_constants(quantizer, partials_width=MAX_PARTIALS)
-            launch(_combine_kernel, (chunks,), partials, combined, num_partials, Q=constants)
-            partials, num_partials = combined, 1
-    launch(
-        _encode_kernel,
-        (shape.encode_tiles, chunks),
-        *(source, target, payload, partials, numel, step, payload.stride(0), num_partials, num_sources, source_stride),
-        *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, seed),
-        Q=kernel_constants(quantizer, **kept, merging=merging, partials_width=shape.partials_width),
-        num_warps=shape.encode_warps(quantizer, source.dtype, kept["has_residual"]),
-        maxnreg=encode_maxnreg(quantizer, kept["has_residual"], merging),
+@triton.jit
+def _decode_tile(
+    payload_ptr,
+    out_ptr,
+    offsets,
+    tile,
+    here,
+    num_sources,
+    source_stride,
+    blocks,
+    codes_offset,
+    codes_nbytes,
+    scale,
+    Q: tl.constexpr,
+    IS_FULL: tl.constexpr,  # whether here == Q.tile: then nothing needs a mask
+):
+    RUN: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes
+    total = merged_tile(
+        payload_ptr, tile, here, num_sources, source_stride, blocks, codes_offset, codes_nbytes, scale, Q, RUN, IS_FULL
     )
-
-
-def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
-    """Launch the decoding and merging of a unit."""
-    payloads, out = unit.payloads, unit.out
-    sources, chunks, _ = payloads.shape
-    shape = payload_shape(unit.compressor, unit.size)
-    launch(
-        _decode_kernel,
-        (shape.decode_tiles, chunks),
-        *(payloads, out, out.numel(), chunk_step(unit.size, chunks), sources, payloads.stride(0), payloads.stride(1)),
-        *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
-        Q=kernel_constants(unit.compressor, adds_to_out=accumulate),
-        num_warps=shape.decode_warps,
-    )
+    count = Q.tile if IS_FULL else here
+    if Q.adds_to_out:
+        total += load_tile(out_ptr, offsets, count, Q.tile)
+    store_tile(out_ptr, offsets, total, count, Q.tile)

@@ -1,4 +1,4 @@
-"""The shapes and compile-time arguments of the launches of quantisers' kernels, for one unit or many."""
+"""The launches of quantisers' kernels: their shapes and compile-time arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from ...codec import Decoding, Encoding, Recoding
 from ..constants import Constants
+from ..kernels.launch import launch, temporary
+from ..kernels.sharing import KernelBackend
+from ..tiles import chunk_step
+from . import kernels
 from .generated import number_form, triton_functions
 from .maps import LARGEST, SUM, Statistic
 
@@ -93,14 +98,6 @@ def decode_many_maxnreg(quantizer, sources: int) -> int | None:
     """
     is_large = number_form(quantizer) is not None and quantizer.bits >= 4 and (quantizer.block or 0) >= WHOLE_BLOCK
     return _MAXNREG_OF_SOURCES if sources > 1 and is_large and quantizer.num_stats == 1 else None
-
-
-def residual_form(residual: torch.Tensor | None) -> dict[str, bool]:
-    """The arguments of :func:`kernel_constants` that say whether there is a residual, and whether it is in 8 bits."""
-    return {
-        "has_residual": residual is not None,
-        "encoded_residual": residual is not None and residual.dtype == torch.uint8,
-    }
 
 
 def payload_shape(quantizer, size: int) -> Shape:
@@ -207,3 +204,88 @@ def _parts(quantizer) -> int:
     if quantizer.block is None or not quantizer.num_stats or quantizer.block > 256:
         return 1
     return min(4, quantizer.block // 32)
+
+
+def encode(unit: Encoding, scale: float = 1.0) -> None:
+    """Launch the encoding of a unit."""
+    _encode(unit.compressor, unit, unit.grad, unit.grad.numel(), unit.payload, (0, 0), 1.0)
+
+
+def recode(unit: Recoding, scale: float = 1.0) -> None:
+    """Launch the merging and encoding of a unit."""
+    sources, quantizer = (unit.payloads.shape[0], unit.payloads.stride(0)), unit.compressor.shard_compressor
+    _encode(quantizer, unit, unit.payloads, unit.numel, unit.payload[None], sources, scale)
+
+
+def _encode(
+    quantizer,
+    unit: Encoding | Recoding,
+    source: torch.Tensor,
+    numel: int,
+    payload: torch.Tensor,
+    sources: tuple[int, int],
+    scale: float,
+) -> None:
+    """Launch the encoding of ``source``, a gradient or payloads, whose number and stride are ``sources``."""
+    shape, residual, chunks = payload_shape(quantizer, unit.size), unit.residual, payload.shape[0]
+    merging, has_residual = source.dtype == torch.uint8, residual is not None
+    forms = {
+        "has_residual": has_residual,
+        "encoded_residual": residual is not None and residual.dtype == torch.uint8,
+        "merging": merging,
+    }
+    target = source if residual is None else residual
+    extent, num_warps = (
+        (numel, chunk_step(unit.size, chunks)),
+        shape.encode_warps(quantizer, source.dtype, has_residual),
+    )
+    partials, num_partials = target, 1
+    if shape.whole:
+        num_partials = shape.num_partials
+        partials = temporary(chunks, shape.terms, num_partials, dtype=torch.float32, device=payload.device)
+        launch(
+            kernels._partials_kernel,
+            (num_partials, chunks),
+            *(source, target, partials, *extent, num_partials, *sources),
+            *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
+            Q=kernel_constants(quantizer, **forms),
+            num_warps=num_warps,
+        )
+        if shape.combines:
+            combined = temporary(chunks, shape.terms, dtype=torch.float32, device=payload.device)
+            constants = kernel_constants(quantizer, partials_width=MAX_PARTIALS)
+            launch(kernels._combine_kernel, (1, chunks), partials, combined, num_partials, Q=constants)
+            partials, num_partials = combined, 1
+    launch(
+        kernels._encode_kernel,
+        (shape.encode_tiles, chunks),
+        *(source, target, payload, partials, *extent, payload.stride(0), num_partials, *sources),
+        *(shape.blocks, shape.stats_slots, shape.codes_offset, shape.codes_nbytes, scale, unit.seed),
+        Q=kernel_constants(quantizer, **forms, partials_width=shape.partials_width),
+        num_warps=num_warps,
+        maxnreg=encode_maxnreg(quantizer, has_residual, merging),
+    )
+
+
+def decode(unit: Decoding, scale: float = 1.0, accumulate: bool = False) -> None:
+    """Launch the decoding and merging of a unit."""
+    payloads, out = unit.payloads, unit.out
+    sources, chunks, _ = payloads.shape
+    shape = payload_shape(unit.compressor, unit.size)
+    launch(
+        kernels._decode_kernel,
+        (shape.decode_tiles, chunks),
+        *(payloads, out, out.numel(), chunk_step(unit.size, chunks), sources, payloads.stride(0), payloads.stride(1)),
+        *(shape.blocks, shape.codes_offset, shape.codes_nbytes, scale),
+        Q=kernel_constants(unit.compressor, adds_to_out=accumulate),
+        num_warps=shape.decode_warps,
+        shared_maxnreg=decode_many_maxnreg(unit.compressor, sources),
+    )
+
+
+class QuantizerTriton(KernelBackend):
+    """Quantisers as kernels. Small units that are bound together share launches."""
+
+    encode = staticmethod(encode)
+    decode = staticmethod(decode)
+    recode = staticmethod(recode)

@@ -36,7 +36,7 @@ def _host() -> Backend:
 
 
 def _triton() -> Backend:
-    from .batch_kernels import SparsifierTriton
+    from .kernels import SparsifierTriton
 
     return SparsifierTriton()
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..kernels.sharing import SharingBackend
+from ..kernels.sharing import KernelBackend
 from .decode_kernels import decode
 from .encode_kernels import encode
 
 
-class SparsifierTriton(SharingBackend):
+class SparsifierTriton(KernelBackend):
     """Sparsifiers as kernels. Small units that are bound together share launches."""
 
     encode = staticmethod(encode)
