@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ..attaching.attachment import Attachment
@@ -51,6 +52,8 @@ class _Compressed(Strategy):
             scaler = getattr(self.precision_plugin, "scaler", None)
             own = self.model, self._how, self.optimizers, scaler, self._settings
             self.attachment = attached(type(self).__name__, *own)
+            if isinstance(self._how, Updates):
+                self._forward_redirection = _ForwardRedirection()  # that of DDP wakes it in manual optimisation
             self._resume()
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *options: Any, **named: Any) -> dict[str, Any]:

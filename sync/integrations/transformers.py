@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
 import hashlib
 import json
@@ -88,7 +88,8 @@ class Compression(TrainerCallback):
         self.attachment = attached("Compression", *own)
         if isinstance(self._how, Updates):
             for name in _IN_COMMON:
-                setattr(trainer, name, _in_common(self.attachment, getattr(trainer, name)))
+                if not isinstance(method := getattr(trainer, name), _InCommon) or method.callback is not self:
+                    setattr(trainer, name, _InCommon(self, method))
         if state.global_step:
             folder = _checkpoint(args, state) if self._resume_from is None else Path(self._resume_from)
             load_state(self.attachment, folder / STATE, _named(state), self._allow_missing)
@@ -144,15 +145,21 @@ class Compression(TrainerCallback):
         raise RuntimeError("Compression: its trainer is not found; call gc.freeze() later than trainer.train()")
 
 
-def _in_common(attachment: Attachment, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that has the model that all ranks share. The attachment changes nothing once it is closed."""
+class _InCommon:
+    """A method of a trainer that has the model that all ranks share, as long as a callback has an open attachment.
 
-    @functools.wraps(method)
-    def called(*arguments: Any, **named: Any) -> Any:
-        with attachment.shared():
-            return method(*arguments, **named)
+    Args:
+        callback: the callback.
+        method: the method.
+    """
 
-    return called
+    def __init__(self, callback: Compression, method: Callable[..., Any]) -> None:
+        self.callback, self._method = callback, method
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        attachment = self.callback.attachment
+        with contextlib.nullcontext() if attachment is None else attachment.shared():
+            return self._method(*arguments, **named)
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

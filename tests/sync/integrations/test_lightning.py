@@ -266,3 +266,42 @@ def of_shards(folder):
 
 def test_updates_of_shards_are_refused(tmp_path):
     values_of(run_ranks(2, of_shards, str(tmp_path)))
+
+
+class Manual(Network):
+    """A network with two optimizers, which the training calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, rows, _):
+        loss = loss_of(self.network, rows)
+        for each in self.optimizers():
+            each.zero_grad()
+        self.manual_backward(loss)
+        for each in self.optimizers():
+            each.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (self.network[0], self.network[2])]
+
+
+def of_parts(folder, exclude):
+    found = []
+    for at in (None, f"{folder}/step=8.ckpt"):  # Lightning counts the steps of each optimizer
+        module = Manual()
+        strategy = CompressedDDPStrategy(updates(3), settings={"exclude": exclude})
+        fitted(folder, module, strategy, at)
+        found.append([digest(iter([each])) for each in module.parameters()])
+    return found
+
+
+def test_several_optimizers_that_the_training_calls_itself(tmp_path):
+    (whole, again), (other, other_again) = values_of(run_ranks(2, of_parts, str(tmp_path), []))
+    assert whole == again == other == other_again
+
+
+def test_parameters_that_each_rank_has_alone(tmp_path):
+    (whole, _), (other, _) = values_of(run_ranks(2, of_parts, str(tmp_path), ["network.2.bias"]))
+    assert whole[:3] == other[:3] and whole[3] != other[3]

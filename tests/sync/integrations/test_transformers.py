@@ -256,8 +256,8 @@ def test_another_number_of_ranks_resumes(tmp_path):
     assert len({*found}) == 1 and found[0][1] == STEPS
 
 
-def twice(folder):
-    callback = Compression("BlockQuant(bits=4)")
+def twice(folder, how):
+    callback = Compression(how)
     trainer = trainer_of(folder, callback, save_strategy="no")
     found = []
     for _ in range(2):
@@ -266,9 +266,12 @@ def twice(folder):
     return found
 
 
-def test_a_trainer_trains_twice(tmp_path):
-    found = values_of(run_ranks(2, twice, str(tmp_path)))
-    assert found[0] == found[1] and [steps for steps, _ in found[0]] == [STEPS, STEPS]
+@pytest.mark.parametrize(
+    ("how", "steps"), [("BlockQuant(bits=4)", STEPS), (sync.Updates(every=3, plan="BlockQuant"), 3)]
+)
+def test_a_trainer_trains_twice(how, steps, tmp_path):
+    found = values_of(run_ranks(2, twice, str(tmp_path), how))
+    assert found[0] == found[1] and [each for each, _ in found[0]] == [steps, steps]
 
 
 class Interrupting(TrainerCallback):
