@@ -235,7 +235,9 @@ def short_name(arm: str) -> str:
     parts = parts_of(arm)
     spec, every, decay = parts.spec, parts.every, parts.setting
     names = {"BlockQuant(bits=4)": "4 bits", "BlockQuant": "8 bits", "Identity": "exact"}
-    name = "signs" if spec.startswith("EFSignSGD") else names.get(spec, spec)
+    name = names.get(spec, spec)
+    if spec.startswith("EFSignSGD"):
+        name = "signs" if "projection" in spec else "signs by the mean"
     if every:
         name += f", H = {every}{' and more' if parts.grows else ''}{', both ways' if parts.both else ''}"
         name += ", short steps" if parts.is_short else ""

@@ -185,7 +185,7 @@ def lost_by_gradients() -> list[str]:
     found = best_rates(rows("updates")).values()
     lost = [
         [statistics.fmean(to_plain(results, arm)) for results in found]
-        for arm in ("signs, H = 2, decay 0.8", "gradients: signs")
+        for arm in ("signs, H = 2, decay 0.8", "gradients: signs by the mean")
     ]
     assert max(map(abs, lost[0])) <= 0.02
     return ["0.02", *range_of(lost[1])]

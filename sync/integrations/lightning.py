@@ -53,7 +53,7 @@ class _Compressed(Strategy):
             own = self.model, self._how, self.optimizers, scaler, self._settings
             self.attachment = attached(type(self).__name__, *own)
             if isinstance(self._how, Updates):
-                self._forward_redirection = _ForwardRedirection()  # that of DDP wakes it in manual optimisation
+                self._forward_redirection = _ForwardRedirection()  # DDP's wakes it behind a manual step
             self._resume()
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *options: Any, **named: Any) -> dict[str, Any]:
