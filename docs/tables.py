@@ -1,8 +1,8 @@
 """Write the generated parts of the documentation: ``make tables``.
 
-They are the outputs of the command (:mod:`docs.console`), tables in ``operators.md`` and ``kernels.md``, the page
-``reference/compressors.md``, the picture ``lanes.svg``, and tables of results in the pages of ``measurements/``, in
-``howto/fsdp.md`` and in the README. A test says when they are out of date.
+They are the outputs of the command (:mod:`docs.console`), tables in ``operators.md``, ``kernels.md`` and
+``design/patches.md``, the page ``reference/compressors.md``, the picture ``lanes.svg``, and tables of results in the
+pages of ``measurements/``, in ``howto/fsdp.md`` and in the README. A test says when they are out of date.
 """
 
 from __future__ import annotations
@@ -80,6 +80,19 @@ def entries_table() -> str:
     return markdown(rows, list(rows[0]))
 
 
+def patches_table() -> str:
+    """One row for every learning rate: the bits of a changed element in a patch and in other encodings, and speeds."""
+    bits = {"entropy": "entropy", "patch": "patch", "int32_bf16": "int32 + bf16", "gap16_bf16": "gap16 + bf16"}
+    lines, head = [], []
+    for row in sorted(read_csv(RESULTS / "cpu" / "patches.csv"), key=lambda row: float(row["rate"])):
+        more = {f"{each}_deflated": f"{each}, {row['deflated_by']}" for each in ("gap16", "xor")}
+        speeds = {f"{each}_gb_per_s": f"{each}, GB/s" for each in ("encode", "apply", "digest", "copy")}
+        head = ["rate", "changed", *(bits | more).values(), "dense / patch", *speeds.values()]
+        shown = [row["rate"], f"{float(row['changed']):.2%}", *(row[each] for each in bits | more)]
+        lines.append([*shown, row["dense_over_patch"], *(row[each] for each in speeds)])
+    return markdown_of_cells(head, lines)
+
+
 def compressors_page() -> str:
     """The reference page: of every method the class, then the docstring of its module, with the wire format."""
     parts = [
@@ -103,6 +116,7 @@ def pages() -> dict[Path, str]:
         FOLDER / "operators.md": _with_part(FOLDER / "operators.md", operators_table(), entries_table()),
         FOLDER / "reference" / "compressors.md": compressors_page(),
         FOLDER / "kernels.md": _with_part(FOLDER / "kernels.md", pipes.markdown(pipes.read_table(PIPES))),
+        FOLDER / "design" / "patches.md": _with_part(FOLDER / "design" / "patches.md", patches_table()),
         FOLDER / "lanes.svg": svg(),
         measured / "steps.md": _with_part(measured / "steps.md", "\n\n".join(step_tables.all_tables())),
         measured / "auto.md": _with_part(measured / "auto.md", auto_tables.steps_table(), auto_tables.choices_table()),

@@ -15,6 +15,7 @@ from processes import output_of
 
 SMALL: dict[str, tuple[dict[str, object], list[str], int]] = {
     "kernels.batch": ({"SPECS": ("BlockQuant",), "ROUNDS": 2, "WARM_UP": 0}, [], 8),
+    "kernels.patches": ({"RATES": (1e-6, 1e-4), "NUMEL": 3000, "ROUNDS": 2}, [], 2),
     "kernels.powersgd": ({"SHAPES": ((64, 32),), "RANKS": (4,), "ROUNDS": 2}, [], 2),
     "kernels.topk": ({"SPECS": ("TopK", "ChunkTopK"), "NUMEL": 1000, "ROUNDS": 2}, [], 4),
     "sync.build_time": ({"LAYERS": 1, "HIDDEN": (16,), "REPETITIONS": 1}, [], 5),

@@ -9,7 +9,7 @@ typedef uint8_t bits_t;
 #define OLD ((const bits_t *)call->old)
 #define NEW ((bits_t *)call->new)
 
-enum { BLOCK = 64, TILE = 1024, CLASSES = 256, MOST_ROWS = CLASSES * 17 };
+enum { BLOCK = 64, TILE = 256, CLASSES = 256, MOST_ROWS = CLASSES * 17, PADDING = 16 };
 
 /* The classes of a block, of which `equal` makes a bit for each. */
 #if defined(__AVX512BW__)
@@ -85,19 +85,24 @@ static inline void classes_of(const call_t *call, int64_t first, tile_classes_t 
     }
 }
 
-/* Returns a mask of the elements of a class in the block that begins at element `at` of a tile. */
-static inline uint64_t mask_at(const tile_classes_t *tile, int at, int class) {
-    uint64_t mask = equal(block_of(tile->classes + at), class);
-    return at + BLOCK <= tile->numel ? mask : mask & ((1ull << (tile->numel - at)) - 1);
+/* Returns a mask of those among the first `numel` elements of a tile that are in a block and have a class. */
+static inline uint64_t mask_in(const tile_classes_t *tile, int block, int numel, int class) {
+    const int here = numel - block * BLOCK;
+    const uint64_t mask = equal(block_of(tile->classes + block * BLOCK), class);
+    return here >= BLOCK ? mask : here <= 0 ? 0 : mask & ((1ull << here) - 1);
 }
 
 /* Returns the number of elements of a class among the first `numel` of a tile. */
 static inline int count_before(const tile_classes_t *tile, int numel, int class) {
-    int count = 0, at = 0;
-    for (; at + BLOCK <= numel; at += BLOCK) count += __builtin_popcountll(equal(block_of(tile->classes + at), class));
-    if (at < numel)
-        count += __builtin_popcountll(equal(block_of(tile->classes + at), class) & ((1ull << (numel - at)) - 1));
+    int count = 0;
+    for (int block = 0; block < TILE / BLOCK; block++)
+        count += __builtin_popcountll(mask_in(tile, block, numel, class));
     return count;
+}
+
+/* Returns the number of elements of a class in a tile. */
+static inline int count_in(const tile_classes_t *tile, int class) {
+    return tile->numel == TILE ? count_before(tile, TILE, class) : count_before(tile, tile->numel, class);
 }
 
 /* Returns a mask of the elements of a block that have changed. */
@@ -130,18 +135,15 @@ static inline uint8_t *finish(writer_t *writer) {
     return writer->to + nbytes;
 }
 
-/* Returns the 8 bytes that begin at `from`, with zeros behind the end. */
-static inline uint64_t word_at(const uint8_t *from, const uint8_t *end) {
-    uint64_t word = 0;
-    if (end - from >= 8)
-        memcpy(&word, from, 8);
-    else if (end > from)
-        memcpy(&word, from, (size_t)(end - from));
+/* Returns the 8 bytes that begin at `from`: decoders work on copies with PADDING zeros behind them. */
+static inline uint64_t word_at(const uint8_t *from) {
+    uint64_t word;
+    memcpy(&word, from, 8);
     return word;
 }
-static inline uint32_t code_at(const uint8_t *from, const uint8_t *end, int64_t index, int width) {
+static inline uint32_t code_at(const uint8_t *from, int64_t index, int width) {
     int64_t at = index * width;
-    return (uint32_t)(word_at(from + at / 8, end) >> at % 8) & ((1u << width) - 1);
+    return (uint32_t)(word_at(from + at / 8) >> at % 8) & ((1u << width) - 1);
 }
 static inline int64_t packed(int64_t count, int width) { return (count * width + 7) / 8; }
 
@@ -196,9 +198,9 @@ static const uint8_t *read_subset(const uint8_t *from, const uint8_t *end, int64
         for (const uint8_t *at = string; i < fewer; at += 8) {
             if (at >= end) return NULL;
             int used = 0; /* bits of the word */
-            for (uint64_t word = word_at(at, end); word && i < fewer; word &= word - 1) {
+            for (uint64_t word = word_at(at); word && i < fewer; word &= word - 1) {
                 int place = __builtin_ctzll(word);
-                number += (int64_t)((zeros + (uint64_t)(place - used)) << low | code_at(lows, string, i, low));
+                number += (int64_t)((zeros + (uint64_t)(place - used)) << low | code_at(lows, i, low));
                 if (number >= numel) return NULL;
                 found[i++] = (uint32_t)number++;
                 zeros = 0;
@@ -221,15 +223,16 @@ static int64_t escapes_nbits(int64_t escapes, int64_t count, int width) {
 }
 
 static int width_of(const uint32_t *codes, int64_t count, int is_first) {
-    int64_t lengths[18] = {0}, longer = count, best = INT64_MAX;
-    int longest = 0, chosen = 0;
-    for (int64_t i = 0; i < count; i++) lengths[codes[i] ? 32 - __builtin_clz(codes[i]) : 0]++;
-    for (int length = 0; length < 17; length++)
-        if (lengths[length]) longest = length;
-    for (int width = 0; width <= MAX_WIDTH; width++) {
-        longer -= lengths[width];
+    int64_t best = INT64_MAX;
+    uint32_t all = 0;
+    for (int64_t i = 0; i < count; i++) all |= codes[i];
+    const int longest = all ? 32 - __builtin_clz(all) : 0;
+    int chosen = 0;
+    for (int width = longest > MAX_WIDTH * (is_first || !longest); width <= lesser(longest, MAX_WIDTH); width++) {
+        int32_t longer = 0;
+        for (int64_t i = 0; i < count; i++) longer += codes[i] >> width != 0;
         int64_t cost = count * width + escapes_nbits(longer, count, longest - width);
-        if (cost < best && (width || longest <= MAX_WIDTH * (is_first || !longest))) best = cost, chosen = width;
+        if (cost < best) best = cost, chosen = width;
     }
     return chosen;
 }
@@ -291,7 +294,7 @@ int64_t encode_changes(call_t *call) {
             ranks[at[q]] = (uint32_t)(seen[q] + count_before(&tile, (int)(*next - first), (int)each));
             codes[at[q]++] = code_of(OLD[*next], NEW[*next]);
         }
-        for (int q = 0; q < num_classes; q++) seen[q] += count_before(&tile, tile.numel, listed[q]);
+        for (int q = 0; q < num_classes; q++) seen[q] += count_in(&tile, listed[q]);
     }
 
     uint32_t rows[MOST_ROWS];
@@ -311,10 +314,17 @@ int64_t encode_changes(call_t *call) {
 /* Decodes changes into call->positions and the bits call->new. Returns their number, or less than 0 where the bytes are
    no changes of these elements. */
 int64_t decode_changes(call_t *call) {
-    const uint8_t *from = call->coded, *end = from + call->coded_nbytes;
-    if (from == end) return 0;
-    const int64_t num_rows = end - from < 2 ? 0 : from[0] | from[1] << 8;
-    if (!num_rows || num_rows > MOST_ROWS || end - from < 2 + 4 * num_rows) return -1;
+    uint32_t *ranks = call->room, *codes = ranks + call->numel, *which = codes + call->numel;
+    uint32_t *members = which + call->numel, *spare = members + call->numel;
+    uint8_t *copied = (uint8_t *)(spare + call->numel);
+    const int64_t nbytes = call->coded_nbytes;
+    if (!nbytes) return 0;
+    if (nbytes > 8 * call->numel + 2 + 4 * MOST_ROWS) return -5;
+    memcpy(copied, call->coded, (size_t)nbytes);
+    memset(copied + nbytes, 0, PADDING);
+    const uint8_t *from = copied, *end = copied + nbytes;
+    const int64_t num_rows = nbytes < 2 ? 0 : from[0] | from[1] << 8;
+    if (!num_rows || num_rows > MOST_ROWS || nbytes < 2 + 4 * num_rows) return -1;
     uint32_t rows[MOST_ROWS];
     memcpy(rows, from + 2, 4 * (size_t)num_rows);
     from += 2 + 4 * num_rows;
@@ -331,11 +341,9 @@ int64_t decode_changes(call_t *call) {
     for (int64_t first = 0; first < call->numel; first += TILE) {
         tile_classes_t tile;
         classes_of(call, first, &tile);
-        for (int q = 0; q < num_classes; q++) totals[q] += *counts++ = (uint16_t)count_before(&tile, tile.numel, listed[q]);
+        for (int q = 0; q < num_classes; q++) totals[q] += *counts++ = (uint16_t)count_in(&tile, listed[q]);
     }
 
-    uint32_t *ranks = call->room, *codes = ranks + call->numel, *which = codes + call->numel;
-    uint32_t *members = which + call->numel, *spare = members + call->numel;
     int q = -1, used = 0;
     int64_t entries = 0; /* of the row before */
     for (int64_t i = 0; i < num_rows; i++) {
@@ -345,7 +353,7 @@ int64_t decode_changes(call_t *call) {
         if (is_first) {
             if (k + count > call->numel) return -3;
             from = read_subset(from, end, totals[++q], count, ranks + k, spare);
-            for (int64_t j = 0; j < count; j++) which[j] = (uint32_t)(k + j), codes[k + j] = 0;
+            for (int64_t j = 0; j < count; j++) which[j] = (uint32_t)(k + j);
             at[q] = k;
             stop[q] = k += count;
             used = 0;
@@ -354,8 +362,10 @@ int64_t decode_changes(call_t *call) {
             for (int64_t j = 0; from && j < count; j++) which[j] = which[members[j]];
         }
         if (!from || end - from < packed(count, width) || used + width > 8 * NBYTES) return -4;
-        for (int64_t j = 0; j < count; j++)
-            codes[which[j]] += (code_at(from, end, j, width) + !is_first) << used;
+        if (is_first)
+            for (int64_t j = 0; j < count; j++) codes[at[q] + j] = code_at(from, j, width);
+        else
+            for (int64_t j = 0; j < count; j++) codes[which[j]] += (code_at(from, j, width) + 1) << used;
         from += packed(count, width);
         used += width;
         entries = count;
@@ -378,18 +388,21 @@ int64_t decode_changes(call_t *call) {
                 continue;
             }
             if (!tile.numel) classes_of(call, first, &tile);
-            int64_t here = left[q], passed = 0;
-            for (int block = 0; here < in_tile; block++) { /* `here` and `passed` count from the beginning of the tile */
-                uint64_t mask = mask_at(&tile, block * BLOCK, listed[q]);
-                const int64_t until = passed + __builtin_popcountll(mask);
-                while (here < until) {
-                    int place = place_of(mask, (int)(here - passed));
-                    hits[block] |= 1ull << place;
-                    hit_codes[block * BLOCK + place] = codes[at[q]++];
-                    here = at[q] < stop[q] ? here + (int64_t)(ranks[at[q]] - ranks[at[q] - 1]) : INT32_MAX;
-                }
-                passed = until;
+            uint64_t masks[TILE / BLOCK];
+            int upto[TILE / BLOCK + 1] = {0};
+            for (int block = 0; block < TILE / BLOCK; block++) {
+                masks[block] = mask_in(&tile, block, tile.numel, listed[q]);
+                upto[block + 1] = upto[block] + __builtin_popcountll(masks[block]);
             }
+            int64_t here = left[q]; /* counts from the beginning of the tile, like `upto` */
+            do {
+                int block = 0;
+                for (int each = 1; each < TILE / BLOCK; each++) block += here >= upto[each];
+                const int place = place_of(masks[block], (int)here - upto[block]);
+                hits[block] |= 1ull << place;
+                hit_codes[block * BLOCK + place] = codes[at[q]++];
+                here = at[q] < stop[q] ? here + (int64_t)(ranks[at[q]] - ranks[at[q] - 1]) : INT32_MAX;
+            } while (here < in_tile);
             left[q] = here - in_tile;
         }
         for (int block = 0; tile.numel && block < TILE / BLOCK; block++)
@@ -433,18 +446,20 @@ int64_t encode_dense(const call_t *call) {
 
 /* Decodes a chunk that was sent as a whole, in codes, into the bits call->new. Returns 0, or less where it is none. */
 int64_t decode_dense(call_t *call) {
-    const uint8_t *end = call->coded + call->coded_nbytes;
-    const int width = call->coded_nbytes ? call->coded[0] : CLASSES, rest_width = SHIFT + 1;
+    uint8_t *copied = call->room;
+    const int64_t nbytes = call->coded_nbytes;
+    if (nbytes < 1 || nbytes > 4 * call->numel + 2 * CLASSES) return -1;
+    memcpy(copied, call->coded, (size_t)nbytes);
+    memset(copied + nbytes, 0, PADDING);
+    const int width = copied[0], rest_width = SHIFT + 1, last = (1 << width % 16) - 1;
     if (width < 1 || width >= EXPONENT_BITS) return -1;
-    const int last = (1 << width) - 1;
-    const int64_t nbytes = packed(call->numel, width), rest_nbytes = packed(call->numel, rest_width);
-    if (call->coded_nbytes < 1 + last + nbytes + rest_nbytes) return -2;
-    const uint8_t *table = call->coded + 1, *codes = table + last, *rest = codes + nbytes;
-    const uint8_t *escapes = rest + rest_nbytes;
+    const uint8_t *table = copied + 1, *codes = table + last, *rest = codes + packed(call->numel, width);
+    const uint8_t *escapes = rest + packed(call->numel, rest_width), *end = copied + nbytes;
+    if (end < escapes) return -2;
     int wrong = 0;
     for (int code = 0; code < last; code++) wrong |= table[code] >> EXPONENT_BITS;
     for (int64_t i = 0; i < call->numel; i++) {
-        uint32_t code = code_at(codes, rest, i, width), bits = code_at(rest, end, i, rest_width), each;
+        uint32_t code = code_at(codes, i, width), bits = code_at(rest, i, rest_width), each;
         if (code == (uint32_t)last) {
             if (escapes == end) return -3;
             each = *escapes++;

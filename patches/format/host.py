@@ -17,7 +17,7 @@ from . import reference
 from .errors import PatchError
 from .kinds import BF16, BYTES, ElementKind
 
-_ROOM = 5 * reference.CHUNK + 2**16
+_ROOM = 7 * reference.CHUNK + 2**16
 _kept = threading.local()
 _KINDS = {torch.int16: BF16, torch.uint8: BYTES}  # any kinds of these sizes: a digest is of patterns
 _REASONS = ("the rows do not fit", "classes do not ascend", "there are more entries than elements", "a subset or codes "
@@ -93,7 +93,7 @@ def decode_dense(kind: ElementKind, data: bytes, numel: int) -> torch.Tensor:
     if built is None or data[:1] == b"\0":
         return reference.decode_dense(kind, data, numel)
     bits = torch.empty(numel, dtype=kind.bits_dtype)
-    call = _call(bits, bits, numel=numel, coded=_address(data), coded_nbytes=len(data))
+    call = _call(bits, bits, numel=numel, coded=_address(data), coded_nbytes=len(data), room=_room().data_ptr())
     if built.decode_dense(ctypes.byref(call)):
         raise PatchError("a chunk that was sent as a whole is damaged")
     return bits

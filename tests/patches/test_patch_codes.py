@@ -134,7 +134,7 @@ def test_exponents_of_weights_take_three_bits():
 
 
 @EVERY_KIND
-def test_damaged_bytes_are_refused_or_decoded_alike(kind):
+def test_damaged_bytes_are_refused_or_decoded_by_the_host_alike(kind):
     """Bytes with any error, in both programs: an error, or the same changes of elements that exist."""
     old, new = drawn(kind, 300, 0.2, "few")
     generator = torch.Generator().manual_seed(1)
@@ -166,7 +166,7 @@ def _outcome(decode, kind, data, given):
     return positions.tolist(), values.tolist()
 
 
-def test_random_bytes_are_refused_or_decoded_alike():
+def test_random_bytes_are_refused_or_decoded_by_the_host_alike():
     generator = torch.Generator().manual_seed(2)
     old = torch.randint(-300, 300, (200,), dtype=torch.int16, generator=generator)
     for number in range(300):
