@@ -131,7 +131,7 @@ class Follower:
         """
         if staged.begin is not None and staged.begin != self._position:
             raise PatchError(f"this was fetched for version {staged.base}, and the replica has {self.version}: fetch")
-        with torch.no_grad():
+        with torch.inference_mode():  # in which any tensor can be written
             for change in staged.parts if staged.begin is not None else ():
                 change.require_old()
             self._position = None

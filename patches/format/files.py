@@ -33,7 +33,7 @@ def diff(old: Tensors, new: Tensors, *, key: bytes | None = None) -> bytes:
     which more than 60 % have changed are sent as a whole, with short codes for exponents.
 
     Args:
-        old: tensors by name.
+        old: tensors by name. Neither these nor the new ones may change meanwhile.
         new: tensors of the same names, shapes and types.
         key: if given, the patch ends with an HMAC in place of a SHA-256.
 
@@ -60,7 +60,7 @@ def apply(data: bytes, tensors: Tensors, *, key: bytes | None = None) -> None:
     """
     elements = _elements("apply", tensors)
     found, part = _checked("the patch", data, elements, key)
-    with torch.no_grad():
+    with torch.inference_mode():  # in which any tensor can be written
         for change in changes.decoded((found,), part):
             change.write()
         elements.finish()

@@ -43,14 +43,15 @@ static inline uint64_t equal(block_t block, int byte) {
 }
 #endif
 
-/* Returns the place of one number `rank` among the ones of a mask. */
+/* Returns the place of one number `rank` among the ones of a mask; 63 if there are fewer, because another thread has
+   changed the weights meanwhile. */
 static inline int place_of(uint64_t mask, int rank) {
 #if defined(__BMI2__)
-    return __builtin_ctzll(_pdep_u64(1ull << rank, mask));
+    mask = _pdep_u64(1ull << rank, mask);
 #else
     while (rank--) mask &= mask - 1;
-    return __builtin_ctzll(mask);
 #endif
+    return __builtin_ctzll(mask | 1ull << 63);
 }
 
 /* ------------------------------------------------------------------ patterns */
@@ -61,10 +62,12 @@ static inline uint32_t class_of(bits_t bits) { return bits >> SHIFT & ((1u << EX
 
 /* Returns the place of a pattern in the order, modulo the number of patterns; and the pattern of a place. */
 static inline uint32_t order_of(uint32_t bits) { return EXPONENT_BITS && bits & SIGN ? SIGN - 1 - bits : bits; }
+/* Returns the code of a step. Bits that another thread changes meanwhile make it a wrong one, which the digest shows, and
+   never a longer one. */
 static inline uint32_t code_of(bits_t old, bits_t new) {
     const int unused = 32 - 8 * NBYTES;
     int32_t step = (int32_t)((order_of(new) - order_of(old)) << unused) >> unused;
-    return (uint32_t)(step > 0 ? 2 * step - 2 : -2 * step - 1);
+    return (uint32_t)(step > 0 ? 2 * step - 2 : -2 * step - 1) % PATTERNS;
 }
 static inline bits_t moved(bits_t old, uint32_t code) {
     uint32_t place = (order_of(old) + (code & 1 ? -(code + 1) / 2 : code / 2 + 1)) % PATTERNS;

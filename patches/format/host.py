@@ -75,14 +75,14 @@ def encode_dense(kind: ElementKind, bits: torch.Tensor) -> bytes:
     built = build(kind)
     if built is None:
         return reference.encode_dense(kind, bits)
-    counts = torch.zeros(256, dtype=torch.int64)
+    counts = torch.zeros(256, dtype=torch.int64, device="cpu")
     call = _call(bits, numel=bits.numel())
     built.count_classes(ctypes.byref(call), counts.data_ptr())
     width, table = reference.table_of(kind, counts[: 1 << kind.exponent_bits].tolist())
     if not width:
         return b"\0" + bits.view(torch.uint8).numpy().tobytes()
     coded = _room().view(torch.uint8)
-    coded[: 1 + len(table)] = torch.tensor([width, *table], dtype=torch.uint8)
+    coded[: 1 + len(table)] = torch.tensor([width, *table], dtype=torch.uint8, device="cpu")
     call.coded = coded.data_ptr()
     return coded[: built.encode_dense(ctypes.byref(call))].numpy().tobytes()
 
@@ -92,7 +92,7 @@ def decode_dense(kind: ElementKind, data: bytes, numel: int) -> torch.Tensor:
     built = build(kind)
     if built is None or data[:1] == b"\0":
         return reference.decode_dense(kind, data, numel)
-    bits = torch.empty(numel, dtype=kind.bits_dtype)
+    bits = torch.empty(numel, dtype=kind.bits_dtype, device="cpu")
     call = _call(bits, bits, numel=numel, coded=_address(data), coded_nbytes=len(data), room=_room().data_ptr())
     if built.decode_dense(ctypes.byref(call)):
         raise PatchError("a chunk that was sent as a whole is damaged")

@@ -109,7 +109,7 @@ def decode_changes(kind: ElementKind, data: bytes, old: torch.Tensor) -> tuple[t
         PatchError: they are not changes of these elements.
     """
     if not data:
-        return torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=kind.bits_dtype)
+        return torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=kind.bits_dtype, device="cpu")
     before, payload = patterns_of(old), torch.frombuffer(bytearray(data), dtype=torch.uint8)
     classes, found = kind.classes(before), []
     at = rows_end = 2 + 4 * int.from_bytes(data[:2], "little")
@@ -125,7 +125,7 @@ def decode_changes(kind: ElementKind, data: bytes, old: torch.Tensor) -> tuple[t
             which, at = read_subset(payload, at, members.numel(), count)
             codes = torch.zeros_like(which)
             found.append((members[which], codes))
-            which = torch.arange(count, dtype=torch.int64)
+            which = torch.arange(count, dtype=torch.int64, device="cpu")
         else:
             subset, at = read_subset(payload, at, which.numel(), count)
             which = which[subset]
@@ -176,11 +176,11 @@ def write_subset(members: torch.Tensor, numel: int) -> torch.Tensor:
     if 2 * members.numel() > numel:
         members = _others(members, numel)
     if not members.numel():
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     low = low_bits(members.numel(), numel)
     gaps = members.diff(prepend=members.new_tensor([-1])) - 1
     places = ((gaps >> low) + 1).cumsum(0) - 1
-    string = torch.zeros(int(places[-1]) + 1, dtype=torch.int32)
+    string = torch.zeros(int(places[-1]) + 1, dtype=torch.int32, device="cpu")
     string[places] = 1
     return torch.cat([bitpack.pack(gaps & (2**low - 1), low), bitpack.pack(string, 1)])
 
@@ -193,7 +193,7 @@ def read_subset(payload: torch.Tensor, at: int, numel: int, count: int) -> tuple
     """
     _require(count <= numel, "there are more entries than elements")
     fewer = min(count, numel - count)
-    members = torch.empty(0, dtype=torch.int64)
+    members = torch.empty(0, dtype=torch.int64, device="cpu")
     if fewer:
         low = low_bits(fewer, numel)
         end = at + bitpack.packed_nbytes(fewer, low)
@@ -211,7 +211,7 @@ def read_subset(payload: torch.Tensor, at: int, numel: int, count: int) -> tuple
 
 def _others(members: torch.Tensor, numel: int) -> torch.Tensor:
     """The numbers of ``range(numel)`` that are not among the members."""
-    left = torch.ones(numel, dtype=torch.bool)
+    left = torch.ones(numel, dtype=torch.bool, device="cpu")
     left[members] = False
     return left.nonzero()[:, 0]
 
@@ -227,7 +227,7 @@ def encode_dense(kind: ElementKind, bits: torch.Tensor) -> bytes:
     width, table = table_of(kind, counts)
     if not width:
         return b"\0" + _bytes(bits.view(torch.uint8))
-    code_of = torch.full((len(counts),), len(table), dtype=torch.int64)
+    code_of = torch.full((len(counts),), len(table), dtype=torch.int64, device="cpu")
     for code, each in reversed(list(enumerate(table))):
         code_of[each] = code
     codes = code_of[classes]
@@ -282,7 +282,7 @@ def table_of(kind: ElementKind, counts: list[int]) -> tuple[int, list[int]]:
 
 def digest_of(bits: torch.Tensor, first: int) -> int:
     """The digest of elements whose first one has the number ``first`` in the layout."""
-    return digest_at(torch.arange(bits.numel(), dtype=torch.int64), bits, first)
+    return digest_at(torch.arange(bits.numel(), dtype=torch.int64, device="cpu"), bits, first)
 
 
 def digest_at(positions: torch.Tensor, bits: torch.Tensor, first: int) -> int:

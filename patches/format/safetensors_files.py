@@ -72,7 +72,9 @@ def read_tensors(path: str | Path) -> TensorFile:
             if begin != at or end != begin + math.prod(shape) * dtype.itemsize or head_nbytes + end > len(data):
                 raise ValueError(f"{name} is not where it must be")
             part = bytearray(data[head_nbytes + begin : head_nbytes + end])
-            values = torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8)
+            values = (
+                torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             tensors[name], places[name], at = values.clone().view(dtype).view(shape), (begin, end), end
     except (AttributeError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"is damaged, or has tensors of an unknown type: {type(error).__name__}: {error}") from None

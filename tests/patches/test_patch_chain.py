@@ -74,6 +74,18 @@ def test_nothing_is_there_before_the_first_version():
     assert brought(follower) is None and follower.version == 0 and equal(replica, weights())
 
 
+@pytest.mark.parametrize("tensors", [{}, {"a": torch.zeros(0, 3)}, {"a": torch.ones(())}], ids=["none", "empty", "one"])
+def test_hardly_any_weights(tensors):
+    """Nothing changes in these versions."""
+    publisher = patches.publish(tensors, store := Memory(), dtype=torch.float16)
+    replica = {name: tensor.half() * 0 for name, tensor in tensors.items()}
+    follower = patches.follow(replica, store)
+    for version in range(3):
+        brought(follower)
+        assert follower.version == version and equal(replica, {name: t.half() for name, t in tensors.items()})
+        publisher.publish()
+
+
 def test_every_kind_of_pattern_travels():
     generator = torch.Generator().manual_seed(0)
     tensors = {str(dtype): random_bits(dtype, (40, 3), generator) for dtype in DTYPES if dtype != torch.float32}

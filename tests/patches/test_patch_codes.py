@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+import threading
 
 import pytest
 import torch
@@ -196,3 +198,29 @@ def test_fp8_kinds_have_the_exponents_of_their_types():
     for kind, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
         values = torch.tensor([0.25, 0.5, 1.0, 1.25, 2.0]).to(dtype).view(torch.uint8)
         assert kind.classes(patterns_of(values)).diff().tolist() == [1, 1, 0, 1]
+
+
+def test_weights_that_change_while_they_are_encoded_do_no_harm():
+    """The publisher's copy is its own, but another thread may step the model; followers see it by the digest."""
+    old = torch.randint(-30000, 30000, (2**18,), dtype=torch.int16)
+    new, stop = old.clone(), threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            new[::3].copy_(old[::3])
+            new[::3] += 1
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(20):
+            coded = host.encode_changes(BF16, old, new)
+            assert coded is not None and len(coded[0]) < 2 * old.numel()
+            positions, _ = host.decode_changes(BF16, coded[0], old)
+            assert positions.numel() <= old.numel() // 3 + 1
+            with contextlib.suppress(PatchError):
+                positions, _ = host.decode_changes(BF16, coded[0], new)
+                assert (positions.diff() > 0).all()
+    finally:
+        stop.set()
+        thread.join()

@@ -10,6 +10,7 @@ import torch
 
 from gckernels import patches
 from patch_weights import DTYPES, bits, changed, equal, random_bits, trained
+from processes import output_of
 
 SHAPES = ((31, 40), (7,), (), (0, 3), (3, 1, 5))
 
@@ -214,3 +215,31 @@ def test_results_do_not_depend_on_threads(monkeypatch):
         found.append(patches.diff(old, new))
     gckernels.set_num_threads(None)
     assert found[0] == found[1]
+
+
+def test_tensors_of_inference_and_parameters_can_be_written():
+    old = torch.randn(100).bfloat16()
+    new = old + 1
+    data = patches.diff({"a": old}, {"a": new})
+    with torch.inference_mode():
+        for_inference = old.clone()
+    parameter = torch.nn.Parameter(old.clone())
+    for tensor in (for_inference, parameter):
+        patches.apply(data, {"a": tensor})
+        assert torch.equal(tensor, new)
+    assert parameter.is_leaf and parameter.requires_grad
+    parameter.sum().backward()
+
+
+LOADED = """
+import sys
+import gckernels
+assert not [name for name in sys.modules if name.startswith("gckernels.patches")]
+from gckernels import patches
+assert not [name for name in sys.modules if name.startswith(("gckernels.sync", "gckernels.planner", "http.server"))]
+assert len(patches.__all__) <= 10
+"""
+
+
+def test_nothing_is_loaded_that_is_not_asked_for():
+    output_of("-c", LOADED, timeout_s=100)
