@@ -94,7 +94,7 @@ def test_differences_of_updates_are_those_of_the_same_seeds(path_of):
 def test_each_arm_of_updates_has_its_best_rate(path_of):
     usual = {"network": "bytes_gru", "optimizer": "sgd", "beta2": "0.95", "ranks": "2", "steps": "400"}
     losses = {("none", "1e-3"): 3.0, ("none", "2e-3"): 2.5, ("TopK", "1e-3"): 2.75, ("TopK", "2e-3"): 4.0}
-    losses |= {("EFSignSGD(block=64), every 2, decay 0.8", "2e-3"): 2.25}
+    losses |= {("EFSignSGD(magnitude='projection'), every 2, decay 0.8", "2e-3"): 2.25}
     rows = [
         usual | {"arm": arm, "peak_lr": rate, "seed": "0", "bits": str(bits), "sent_bits": "0.5"}
         for (arm, rate), bits in losses.items()

@@ -92,7 +92,7 @@ def _record(name: str, text: bytes, cls: type[T]) -> T:
     try:
         found = json.loads(text)
         if found.pop("format") != "gckernels.patches 1":
-            raise ValueError("it has another format")
+            raise ValueError("another format")
         record = cls(**(found | ({"objects": tuple(found["objects"])} if "objects" in found else {})))
         _check(record)
         return record

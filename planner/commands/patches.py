@@ -132,7 +132,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _figures(old: TensorFile, new: TensorFile, nbytes: int) -> dict[str, int]:
-    """The size of a patch beside that of the tensors, as JSON values."""
+    """The sizes of a patch and of the tensors, as JSON values."""
     pairs = [(tensor, new.tensors[name]) for name, tensor in old.tensors.items()]
     changed = sum(int(_rows(one).ne(_rows(other)).any(1).sum()) for one, other in pairs if one.numel())
     dense = sum(one.numel() * one.element_size() for one, _ in pairs)

@@ -93,7 +93,7 @@ class _Compressed(Strategy):
         self._evaluation.enter_context(self._shared())
 
     def on_validation_end(self) -> None:
-        """Go on with that of this rank."""
+        """Go on with the model of this rank."""
         self._evaluation.close()
         super().on_validation_end()
 

@@ -58,7 +58,7 @@ class CompressedOptimizers(OptimizersContainer):
             model_parts[0].register_forward_pre_hook(ModelHook(weakly(self._refuse_evaluation)))
 
     def _refuse_evaluation(self, model: torch.nn.Module, *_: Any) -> None:
-        """Raise a RuntimeError if the model is evaluated where that of each rank is another one."""
+        """Raise a RuntimeError if the model is evaluated where each rank has another one."""
         if not model.training and self.attachment.is_inside_round:
             raise RuntimeError(
                 "updates: the model is evaluated inside a round, where each replica has another one; let the steps "

@@ -17,6 +17,13 @@ from gckernels.patches.format.safetensors_files import _DTYPES, read_tensors
 from gckernels.planner.commands import dispatch
 from patch_weights import bits, changed, equal, random_bits
 
+RUN = """
+import signal, sys
+from gckernels.planner.commands import dispatch
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in the background begin without it
+sys.exit(dispatch.main())
+"""
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -132,7 +139,7 @@ def test_the_server_runs_until_it_is_interrupted(tmp_path):
     store = patches.Folder(tmp_path / "store")
     store.put("a", b"1")
     words = ["patches", "serve", str(store.path), "--port", "0", "--token-file", str(tmp_path / "token"), "--write"]
-    with subprocess.Popen([sys.executable, "-m", "gckernels", *words], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", RUN, *words], stderr=subprocess.PIPE, text=True) as process:
         try:
             url = process.stderr.readline().split()[-1]
             assert patches.Http(url, "word").get("a") == b"1"

@@ -181,7 +181,7 @@ def test_updates_are_those_of_a_plain_loop_and_resume_with_the_same_bits(tmp_pat
 
 
 def of_other_weights(folder):
-    """The digest of a training that begins with the weights of another one, and that of a plain loop."""
+    """The digests of a training that begins with the weights of another one, and of a plain loop."""
     model = sharded(has_replicas=True)
     with torch.no_grad():
         for each in model.parameters():

@@ -180,7 +180,7 @@ def test_a_prediction_is_checked(change, text):
 def test_a_prediction_has_its_parts():
     source = Source("lab", "00")
     for changes in ({"machine": "lab"}, {"alternatives": []}, {"alternatives": ("none",)}, {"step_s": -1.0}):
-        with pytest.raises(PlanError, match=rf"prediction: ({next(iter(changes))} must be|it has values of)"):
+        with pytest.raises(PlanError, match=rf"prediction: ({next(iter(changes))} must|some values have wrong)"):
             Prediction(
                 **(
                     {"step_s": 1, "none_s": 1, "policy": "", "estimated": True, "margin": 0, "error": 0}

@@ -59,7 +59,7 @@ ATTEMPTS: dict[str, tuple[Callable[[], Attachment], str]] = {
     ),
     "group": (
         lambda: sync.attach(model_of(PLAIN, "fsdp"), "EFSignSGD", bucket_cap_mb=1.0),
-        "ValueError: attach: bucket_cap_mb must be None for",
+        "ValueError: attach: bucket_cap_mb is only for bare modules",
     ),
     "parts of hsdp": (lambda: _with_parts("hsdp"), "PlanError: plan has parts of parameters"),
     "parts of fsdp": (lambda: _with_parts("fsdp"), "PlanError: plan has parts of parameters"),

@@ -268,7 +268,7 @@ def test_replicas_resume_inside_a_round(tmp_path: Any):
 
 
 def in_common(kind: str, settings: dict[str, Any]) -> None:
-    """Inside a round the shared model is that of its beginning, and the training goes on as if nobody had looked."""
+    """Inside a round the shared model is the one of its begin, and a training goes on as if nobody had looked."""
     found = []
     for looks in (False, True):
         if kind == "bare":
