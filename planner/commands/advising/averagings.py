@@ -19,7 +19,8 @@ class Averaging:
     page: str = ""  # the title of the page with their figures, in the documentation
     compressor: str = ""  # the compressor of gradients or updates; "" for none
     weights: str | None = None  # the codec of parameters that FSDP2 gathers
-    every: int = 0  # the steps of a round of updates; 0 if gradients are averaged
+    every: int = 0  # the steps of a round of updates, of the longest ones; 0 if gradients are averaged
+    scales: bool = False  # whether steps of optimizers like Adam are made longer there, which takes time
 
 
 PLAIN = Averaging("plain", "", "exact")
@@ -40,14 +41,14 @@ GATHERS = (
 """The way of models whose parameters FSDP2 gathers."""
 
 
-def _updates(compressor: str, every: str, last: int, name: str, accuracy: str) -> Averaging:
+def _updates(compressor: str, every: str, last: int, name: str, accuracy: str, scales: bool = True) -> Averaging:
     line = f'sync.attach(model, sync.Updates(optimizer, "{compressor}", every={every}))'
-    return Averaging(name, line, accuracy, _UPDATES, compressor, every=last)
+    return Averaging(name, line, accuracy, _UPDATES, compressor, every=last, scales=scales)
 
 
 UPDATES = (
     _updates(SIGNS, "2", 2, "updates of 2 steps in signs", "nearly as plain"),
     _updates(SIGNS, "{0: 2, 1000: 8}", 8, "updates of 2 steps, then 8, in signs", "a small loss"),
-    _updates(FOUR_BITS, "10", 10, "updates of 10 steps in 4 bits", "a loss"),
+    _updates(FOUR_BITS, "10", 10, "updates of 10 steps in 4 bits", "a loss", scales=False),
 )
 """Ways for which DDP averages nothing, each with the steps of its longest rounds."""

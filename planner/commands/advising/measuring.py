@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gckernels import sync
 from gckernels.sync.communication.agreement import device_of
@@ -28,7 +29,7 @@ from gckernels.sync.programs.sizes import allreduce_sent_nbytes
 from .averagings import GATHERS, GRADIENTS, PLAIN, UPDATES, Averaging
 from .rounds import round_cost
 
-STEPS, UNCOUNTED = 8, 2
+STEPS, UNCOUNTED = 20, 2
 """The steps of a way that are timed, and those before them, in which buckets and connections are new."""
 SLOW_S = 2.0
 """A plain step from which on fewer steps of a way are uncounted, and updates are timed on a part of the parameters."""
@@ -90,7 +91,9 @@ class Advising:
         self._local_s: float | None = None
         self._advice: ScriptAdvice | None = None
         self._sequence: Steps = self._measured()
+        self._is_sgd: bool | None = None  # whether the optimizer is, once that is known
         self._handles = (
+            register_optimizer_step_pre_hook(weakly(self._note_optimizer)),
             model.register_forward_pre_hook(ModelHook(weakly(self._before_forward))),
             model.register_forward_hook(ModelHook(weakly(self._after_forward)), always_call=True),
         )
@@ -229,9 +232,13 @@ class Advising:
 
     def _add_updates(self, parameters: Sequence[torch.nn.Parameter], local_s: float, share: float) -> None:
         """Add the ways that average updates: a step that sends nothing, and the part of a round that it has."""
-        compressors = dict.fromkeys(averaging.compressor for averaging in UPDATES)
-        costs = {each: round_cost(parameters, each, share, self._ranks) for each in compressors}
         for averaging in UPDATES:
-            cost = costs[averaging.compressor]
-            step_s, sent_nbytes = local_s + cost.round_s / averaging.every, cost.sent_nbytes / averaging.every
-            self._found.append(Measured(averaging, step_s, sent_nbytes, cost.memory_nbytes))
+            cost = round_cost(parameters, averaging, not self._is_sgd, share, self._ranks)
+            self._found.append(Measured(averaging, local_s + cost.step_s, cost.sent_nbytes, cost.memory_nbytes))
+
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Note whether the optimizer of the model is one of SGD."""
+        if self._is_sgd is None and (model := self._model()) is not None:
+            own = {id(each) for each in model.parameters()}
+            if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+                self._is_sgd = isinstance(optimizer, torch.optim.SGD)

@@ -1,4 +1,4 @@
-"""The time of a round of updates, measured on parameters of the same shapes."""
+"""The cost of rounds of updates, measured on parameters of the same shapes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from gckernels import sync
+from gckernels.sync.attaching.attachment import Attachment
 from gckernels.sync.communication.clocks import clock_of
 from gckernels.sync.communication.ranks import Ranks
+
+from .averagings import Averaging
 
 ROUNDS, UNCOUNTED = 3, 1
 """The rounds that are timed, and those before them, in which connections and memory are new."""
@@ -18,43 +21,55 @@ ROUNDS, UNCOUNTED = 3, 1
 
 @dataclass(frozen=True)
 class RoundCost:
-    """The cost of the communication of a round on one rank."""
+    """The cost of rounds in a training step, as a mean over the steps of a round."""
 
-    round_s: float  # seconds, on the slowest rank
+    step_s: float  # seconds, on the slowest rank
     sent_nbytes: float
     memory_nbytes: float  # residuals, and the parameters with which the round began
 
 
-def round_cost(parameters: Sequence[torch.nn.Parameter], compressor: str, share: float, ranks: Ranks) -> RoundCost:
-    """The cost of a round of updates of a model, whose parameters stay as they are. Collective.
+def round_cost(
+    parameters: Sequence[torch.nn.Parameter], averaging: Averaging, is_like_adam: bool, share: float, ranks: Ranks
+) -> RoundCost:
+    """The cost of rounds of updates of a model, whose parameters stay as they are. Collective.
 
     Args:
         parameters: the parameters of the model.
-        compressor: the compressor of updates.
+        averaging: the way in which updates are averaged.
+        is_like_adam: whether an optimizer other than that of SGD steps them.
         share: the share of the rows of each parameter that is sent, from 0 to 1; the cost of all is in proportion.
         ranks: all ranks.
     """
     parts = torch.nn.ParameterList(_rows(each.detach(), share) for each in parameters)
     scale = sum(each.numel() for each in parameters) / sum(each.numel() for each in parts)
-    optimizer = torch.optim.SGD(parts.parameters(), lr=1e-3)
-    updates = sync.Updates(optimizer, compressor, every=1, scale_steps=False)
-    attachment = sync.attach(parts, updates, process_group=ranks.group)
-    clock, found = clock_of(ranks.device), []
+    makes = torch.optim.AdamW if is_like_adam else torch.optim.SGD
+    optimizer = makes(parts.parameters(), lr=1e-4)
+    alone_s = _round_s(parts, optimizer, averaging.every, ranks)
+    scales = averaging.scales and is_like_adam
+    updates = sync.Updates(optimizer, averaging.compressor, every=averaging.every, scale_steps=scales)
+    attachment: Attachment = sync.attach(parts, updates, process_group=ranks.group)
     try:
-        for _ in range(UNCOUNTED + ROUNDS):
-            for each in parts:
-                each.grad = each.detach().clone()
-            ranks.meet()
-            begun = clock.mark()
-            optimizer.step()
-            found.append(clock.seconds(begun, clock.mark()))
-        begins_nbytes = sum(each.nbytes for each in parts)
-        memory_nbytes = attachment.residual_nbytes() + begins_nbytes
-        sent_nbytes = attachment.sent_nbytes_per_step()
+        round_s = _round_s(parts, optimizer, averaging.every, ranks)
+        memory_nbytes = attachment.residual_nbytes() + sum(each.nbytes for each in parts)
+        sent_nbytes = attachment.sent_nbytes_per_step() / averaging.every
     finally:
         attachment.close()
+    return RoundCost(scale * max(round_s - alone_s, 0.0) / averaging.every, scale * sent_nbytes, scale * memory_nbytes)
+
+
+def _round_s(parts: torch.nn.ParameterList, optimizer: torch.optim.Optimizer, every: int, ranks: Ranks) -> float:
+    """The median seconds of the steps of an optimizer in a round, on the slowest rank."""
+    clock, found = clock_of(ranks.device), []
+    for each in parts:
+        each.grad = torch.randn_like(each)
+    for _ in range(UNCOUNTED + ROUNDS):
+        ranks.meet()
+        begun = clock.mark()
+        for _ in range(every):
+            optimizer.step()
+        found.append(clock.seconds(begun, clock.mark()))
     (slowest_s,) = ranks.slowest([statistics.median(found[UNCOUNTED:])])
-    return RoundCost(scale * slowest_s, scale * sent_nbytes, scale * memory_nbytes)
+    return slowest_s
 
 
 def _rows(values: torch.Tensor, share: float) -> torch.nn.Parameter:
