@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from gckernels import sync
-from gckernels.sync.attaching.attachment import Attachment
 from gckernels.sync.communication.clocks import clock_of
 from gckernels.sync.communication.ranks import Ranks
 
@@ -47,7 +46,7 @@ def round_cost(
     alone_s = _round_s(parts, optimizer, averaging.every, ranks)
     scales = averaging.scales and is_like_adam
     updates = sync.Updates(optimizer, averaging.compressor, every=averaging.every, scale_steps=scales)
-    attachment: Attachment = sync.attach(parts, updates, process_group=ranks.group)
+    attachment = sync.attach(parts, updates, process_group=ranks.group)
     try:
         round_s = _round_s(parts, optimizer, averaging.every, ranks)
         memory_nbytes = attachment.residual_nbytes() + sum(each.nbytes for each in parts)
