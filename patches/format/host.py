@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gckernels.toolkit.host.library import COMMON, VECTORS, library
+from gckernels.toolkit.host.library import COMMON, VECTORS, defined, library
 from gckernels.toolkit.host.sources import program_text
 from gckernels.toolkit.host.structs import c_structs, pointer
 
@@ -160,5 +160,6 @@ def program(kind: ElementKind) -> str:
     constants = {"MAX_LOW": reference.MAX_LOW, "MAX_WIDTH": reference.MAX_WIDTH, "ROW_BITS": reference.ROW_BITS}
     constants |= {"DENSE": reference.DENSE[0], "DENSE_OF": reference.DENSE[1]}
     constants |= {"NBYTES": kind.nbytes, "SHIFT": kind.shift, "EXPONENT_BITS": kind.exponent_bits}
-    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return "\n".join((COMMON, VECTORS, defined, c_structs(call_t=_Call), program_text(__package__, "host.c")))
+    return "\n".join(
+        (COMMON, VECTORS, defined(**constants), c_structs(call_t=_Call), program_text(__package__, "host.c"))
+    )

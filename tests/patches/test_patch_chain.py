@@ -45,6 +45,15 @@ def brought(follower) -> int | None:
     return staged.base
 
 
+def followed(tensors, store):
+    """``(publisher, replica, follower)`` of tensors in an empty store; the replica has version 0."""
+    publisher = patches.publish(tensors, store)
+    replica = blank(tensors)
+    follower = patches.follow(replica, store)
+    brought(follower)
+    return publisher, replica, follower
+
+
 @pytest.fixture(params=["memory", "folder"])
 def store(request, tmp_path):
     return Memory() if request.param == "memory" else patches.Folder(tmp_path / "store")
@@ -102,10 +111,7 @@ def test_every_kind_of_pattern_travels():
 
 def test_a_replica_that_is_behind_gets_all_changes_in_one():
     tensors, store = weights(), Memory()
-    publisher = patches.publish(tensors, store)
-    replica = blank(tensors)
-    follower = patches.follow(replica, store)
-    brought(follower)
+    publisher, replica, follower = followed(tensors, store)
     before = {name: tensor.clone() for name, tensor in replica.items()}
     for seed in range(5):
         step(tensors, seed)
@@ -135,10 +141,7 @@ def test_changes_of_an_anchor_are_all_elements():
 
 def test_apply_refuses_another_base_before_it_writes():
     tensors, store = weights(), Memory()
-    publisher = patches.publish(tensors, store)
-    replica = blank(tensors)
-    follower = patches.follow(replica, store)
-    brought(follower)
+    publisher, replica, follower = followed(tensors, store)
     step(tensors, 0)
     publisher.publish()
     first = follower.fetch()
@@ -158,10 +161,7 @@ def test_apply_refuses_another_base_before_it_writes():
 
 def test_other_weights_than_those_of_the_version_lead_to_an_anchor_or_an_error():
     tensors, store = weights(), Memory()
-    publisher = patches.publish(tensors, store)
-    replica = blank(tensors)
-    follower = patches.follow(replica, store)
-    brought(follower)
+    publisher, replica, follower = followed(tensors, store)
     replica["a"].view(torch.int16)[::7] ^= 0x0100  # other exponents, so other classes
     step(tensors, 0)
     publisher.publish()
@@ -170,10 +170,7 @@ def test_other_weights_than_those_of_the_version_lead_to_an_anchor_or_an_error()
 
 def test_a_failure_inside_apply_leaves_no_version(monkeypatch):
     tensors, store = weights(), Memory()
-    publisher = patches.publish(tensors, store)
-    replica = blank(tensors)
-    follower = patches.follow(replica, store)
-    brought(follower)
+    publisher, replica, follower = followed(tensors, store)
     step(tensors, 0)
     publisher.publish()
     staged, calls = follower.fetch(), []
@@ -308,10 +305,7 @@ def test_failures_of_the_store_at_any_call(tmp_path):
 
 def test_a_follower_whose_store_fails_stays_where_it_is():
     tensors, store = weights(), Memory()
-    publisher = patches.publish(tensors, store)
-    replica = blank(tensors)
-    follower = patches.follow(replica, store)
-    brought(follower)
+    publisher, replica, follower = followed(tensors, store)
     step(tensors, 0)
     publisher.publish()
     for number, is_done in moments(0, 8, until=5):

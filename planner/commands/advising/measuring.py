@@ -23,7 +23,9 @@ from gckernels.sync.communication.agreement import device_of
 from gckernels.sync.communication.clocks import clock_of
 from gckernels.sync.communication.ranks import Ranks
 from gckernels.sync.frontends.checks.hooks import ModelHook, weakly
+from gckernels.sync.frontends.checks.optimizer_checks import groups_with, normalises
 from gckernels.sync.frontends.kinds import frontend_of, kind_of
+from gckernels.sync.frontends.sharded.shard_groups import shard_groups
 from gckernels.sync.programs.sizes import allreduce_sent_nbytes
 
 from .averagings import GATHERS, GRADIENTS, PLAIN, UPDATES, Averaging
@@ -82,6 +84,7 @@ class Advising:
         self._ranks, self._clock = Ranks(everyone, device_of(model)), clock_of(device_of(model))
         self._averaging = dist.get_world_size(group)
         self._is_ddp = isinstance(model, DistributedDataParallel)
+        self._groups = [] if self._is_ddp else shard_groups(model)
         self._begun_s = time.monotonic()
         self._marks: list[Any] = []
         self._was_averaged = True  # by the last backward
@@ -91,7 +94,7 @@ class Advising:
         self._local_s: float | None = None
         self._advice: ScriptAdvice | None = None
         self._sequence: Steps = self._measured()
-        self._is_sgd: bool | None = None  # whether the optimizer is, once that is known
+        self._normalises: bool | None = None  # whether the optimizer does, once it is known
         self._handles = (
             register_optimizer_step_pre_hook(weakly(self._note_optimizer)),
             model.register_forward_pre_hook(ModelHook(weakly(self._before_forward))),
@@ -143,9 +146,7 @@ class Advising:
         """Whether the backward of this forward averages gradients, and does not only accumulate them."""
         if self._is_ddp:
             return bool(model.require_backward_grad_sync)
-        from gckernels.sync.frontends.sharded.shard_groups import shard_groups
-
-        return any(group.averages_now for group in shard_groups(model))
+        return any(group.averages_now for group in self._groups)
 
     def _after_forward(self, model: Any, *_: object) -> None:
         """Give a DDP model the flag of the script back, which the script may keep and restore."""
@@ -185,25 +186,22 @@ class Advising:
         plain_s = self._found[0].step_s
         uncounted = 1 if plain_s > SLOW_S else UNCOUNTED
         if self._is_ddp:
-            self._say("a step that sends nothing", 1 / shares)
+            self._progress(1 / shares, "a step that sends nothing")
             yield from self._timed_local(uncounted)
         for at, averaging in enumerate(averagings):
-            self._say(averaging.name, (2 + at) / shares)
+            self._progress((2 + at) / shares, averaging.name)
             until_s = self._seconds * (0.4 + 0.4 * (at + 1) / len(averagings))
             yield from self._timed_averaging(averaging, until_s, uncounted)
         if self._local_s is not None:
-            self._say("updates", (2 + len(averagings)) / shares)
+            self._progress((2 + len(averagings)) / shares, "updates")
             self._add_updates(parameters, self._local_s, min(1.0, SLOW_S / plain_s))
         names = (type(model.module if self._is_ddp else model).__name__, self._ranks.world_size)
         numel = sum(each.numel() for each in parameters)
         self._advice = ScriptAdvice(*names, numel, nbytes, self._local_s, tuple(self._found))
         self._progress(1.0, "")
 
-    def _say(self, name: str, share: float) -> None:
-        self._progress(share, name)
-
     def _timed_plain(self, until_s: float, nbytes: int) -> Steps:
-        self._say(PLAIN.name, 0.0)
+        self._progress(0.0, PLAIN.name)
         step_s = yield from self._timed(until_s, 0)  # the first step of the script has passed
         self._found.append(Measured(PLAIN, step_s, allreduce_sent_nbytes(nbytes, self._averaging), 0.0))
 
@@ -233,12 +231,11 @@ class Advising:
     def _add_updates(self, parameters: Sequence[torch.nn.Parameter], local_s: float, share: float) -> None:
         """Add the ways that average updates: a step that sends nothing, and the part of a round that it has."""
         for averaging in UPDATES:
-            cost = round_cost(parameters, averaging, not self._is_sgd, share, self._ranks)
+            cost = round_cost(parameters, averaging, self._normalises is not False, share, self._ranks)
             self._found.append(Measured(averaging, local_s + cost.step_s, cost.sent_nbytes, cost.memory_nbytes))
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Note whether the optimizer of the model is one of SGD."""
-        if self._is_sgd is None and (model := self._model()) is not None:
-            own = {id(each) for each in model.parameters()}
-            if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
-                self._is_sgd = isinstance(optimizer, torch.optim.SGD)
+        """Note whether the optimizer of the model is one like Adam, whose steps are made longer in short rounds."""
+        model = self._model() if self._normalises is None else None
+        if model is not None and any(groups_with(optimizer, {*map(id, model.parameters())})):
+            self._normalises = normalises(optimizer)

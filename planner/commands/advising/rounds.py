@@ -28,23 +28,23 @@ class RoundCost:
 
 
 def round_cost(
-    parameters: Sequence[torch.nn.Parameter], averaging: Averaging, is_like_adam: bool, share: float, ranks: Ranks
+    parameters: Sequence[torch.nn.Parameter], averaging: Averaging, normalises: bool, share: float, ranks: Ranks
 ) -> RoundCost:
     """The cost of rounds of updates of a model, whose parameters stay as they are. Collective.
 
     Args:
         parameters: the parameters of the model.
         averaging: the way in which updates are averaged.
-        is_like_adam: whether an optimizer other than that of SGD steps them.
+        normalises: whether the optimizer that steps them is one like Adam.
         share: the share of the rows of each parameter that is sent, from 0 to 1; the cost of all is in proportion.
         ranks: all ranks.
     """
     parts = torch.nn.ParameterList(_rows(each.detach(), share) for each in parameters)
     scale = sum(each.numel() for each in parameters) / sum(each.numel() for each in parts)
-    makes = torch.optim.AdamW if is_like_adam else torch.optim.SGD
+    makes = torch.optim.AdamW if normalises else torch.optim.SGD
     optimizer = makes(parts.parameters(), lr=1e-4)
     alone_s = _round_s(parts, optimizer, averaging.every, ranks)
-    scales = averaging.scales and is_like_adam
+    scales = averaging.scales and normalises
     updates = sync.Updates(optimizer, averaging.compressor, every=averaging.every, scale_steps=scales)
     attachment = sync.attach(parts, updates, process_group=ranks.group)
     try:
